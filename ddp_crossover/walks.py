@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from types import NoneType
 from typing import Any
 
 # Far from the depth at which Python ends a recursion, of which a level takes up to four calls.
 _DEEPEST = 50
 _MOST_HOLDERS = 100_000
+
+HOLD_NOTHING = frozenset((NoneType, bool, int, float, str))
+"""Types of most of what there is to walk through, in each step."""
 
 Parts = Callable[[Any], Collection[Any]]
 """What is directly in a value; nothing if it holds no others."""
@@ -41,5 +45,5 @@ def is_tree(value: Any, parts: Parts) -> bool:
             holders += 1
             if depth > _DEEPEST or holders > _MOST_HOLDERS:
                 return False
-            todo += [(part, depth + 1) for part in inner]
+            todo += [(part, depth + 1) for part in inner if type(part) not in HOLD_NOTHING]
     return True

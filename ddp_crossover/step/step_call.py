@@ -20,11 +20,16 @@ from ddp_crossover.torch_internals.dispatch import is_inside_of_modes
 from ddp_crossover.watching.lazy_state import make_state_lazy
 from ddp_crossover.watching.optimizer_snapshot import OptimizerSnapshot, StandIn, is_of_torch
 from ddp_crossover.watching.separability import Verdict
+from ddp_crossover.watching.state_entries import entries_of_state
 from ddp_crossover.watching.surroundings import Surroundings
 
 _KEPT = (
     "has a gradient whose memory the script keeps over backward (the tensor itself, a view of it, or a flat buffer). "
     "Keep a clone instead, or drop it and set gradients to None, to have the update deferred"
+)
+_HELD = (
+    "has an object or a tensor in its entry of optimizer.state to which something else refers, as a variable does. "
+    "Read optimizer.state anew each time, or copy what you put there or take from it"
 )
 
 
@@ -110,7 +115,7 @@ class StepCall:
             self.snapshot = OptimizerSnapshot(
                 self.optimizer, counters=self._counters, caches=self._caches, surroundings=self._surroundings
             )
-            self.later = deferrable.among(groups, pipeline)
+            self.later = deferrable.among(groups, pipeline, entries_of_state(self.optimizer).held)
             groups = [_without(group, later) for group, later in zip(groups, self.later, strict=True)]
         self.stand_in.take(groups)
         return any(parameter.grad is not None for group in groups for parameter in group)
@@ -130,8 +135,14 @@ class Deferrable:
         self._early_reads = early_reads
         self._fallbacks = fallbacks
 
-    def among(self, groups: Sequence[Sequence[Tensor]], pipeline: Pipeline) -> list[list[LazyParam]]:
-        """Return those of each group whose updates can be deferred; why others cannot counts once for all groups."""
+    def among(self, groups: Sequence[Sequence[Tensor]], pipeline: Pipeline, held: Set[int]) -> list[list[LazyParam]]:
+        """Return those of each group whose updates can be deferred; why others cannot counts once for all groups.
+
+        Args:
+            groups: the parameters of each param group.
+            pipeline: the pipeline that carries their gradients.
+            held: ids of those whose state the script may change past the optimizer, see ``state_entries``.
+        """
         never: dict[LazyParam, str] = {}
         are_read = False
         later: list[list[LazyParam]] = [[] for _ in groups]
@@ -147,6 +158,8 @@ class Deferrable:
                     never[lazy] = _KEPT
                 elif not slot.pending.is_current(grad):
                     are_read = True
+                elif held and id(parameter) in held:
+                    never[lazy] = _HELD
                 elif lazy.why_never_lazy is not None:
                     never[lazy] = lazy.why_never_lazy
                 else:

@@ -18,6 +18,7 @@ from ddp_crossover.watching.clone import is_exhausted
 from ddp_crossover.watching.optimizer_snapshot import (
     dotted_attributes,
     hyperparameters,
+    is_of_torch,
     optimizer_parameters,
     reads_attributes,
 )
@@ -160,6 +161,8 @@ def why_no_copy(optimizer: Optimizer, counters: Set[str]) -> str | None:
         optimizer: the optimizer.
         counters: what its steps change, by the names that ``separability`` gives it. A change of others is seen.
     """
+    if not counters and is_of_torch(optimizer):
+        return None  # the usual case, in each step
     changed = [
         (f"its attribute {name}" if name.startswith(".") else f"{name!r} in a param group", settings[name])
         for settings in (*optimizer.param_groups, dotted_attributes(optimizer))

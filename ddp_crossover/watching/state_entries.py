@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,9 +10,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_crossover.torch_internals.memory import Memory, memory_of, which_overlap
+from ddp_crossover.walks import walk
 from ddp_crossover.watching.foreach import DTYPES_ALIKE
 from ddp_crossover.watching.lazy_state import LazyState
-from ddp_crossover.watching.values import writable_parts
+from ddp_crossover.watching.values import insides_of, is_constant, writable_parts
 
 _COUNTS = frozenset(("step", "mu_product"))  # of torch's own optimizers, in a dtype of their own
 
@@ -23,10 +25,13 @@ class Entries(NamedTuple):
         share_memory: whether two parameters have a part in common, which a step then changes once for each.
         are_usual: whether each holds tensors alone, in the dtype of its parameter, as torch's own optimizers make them.
             A step takes others, such as whole numbers of steps; with ``foreach=True`` it does not.
+        held: ids of the parameters of whose entry something else refers to a part, as to an object that a script has
+            put there. A script may read and change that past ``optimizer.state``.
     """
 
     share_memory: bool
     are_usual: bool
+    held: frozenset[int] = frozenset()
 
 
 def entries_of_state(optimizer: Optimizer) -> Entries:
@@ -37,7 +42,7 @@ def entries_of_state(optimizer: Optimizer) -> Entries:
     known = state.entries if isinstance(state, LazyState) else None
     if known is None:
         known = _look(state)
-        if isinstance(state, LazyState):
+        if isinstance(state, LazyState) and not known.held:  # nobody sees that others let go of it
             state.entries = known
     return known
 
@@ -50,12 +55,31 @@ def why_entries_depend(optimizer: Optimizer) -> str | None:
 
 
 def _look(state: dict[Any, Any]) -> Entries:
+    held = _held(state)  # first, because the entries below are references, too
     # The methods of a LazyState would count as a look of others.
     entries = [(key, entry) for key, entry in dict.items(state) if isinstance(key, Tensor)]
     return Entries(
         share_memory=_share_memory([entry for _, entry in entries]),
         are_usual=all(_is_usual(parameter, entry) for parameter, entry in entries if isinstance(entry, dict)),
+        held=held,
     )
+
+
+def _held(state: dict[Any, Any]) -> frozenset[int]:
+    return frozenset(id(key) for key in dict.keys(state) if isinstance(key, Tensor) and _is_held(state, key))
+
+
+def _is_held(state: dict[Any, Any], key: Tensor) -> bool:
+    """Whether something in an entry that can change has more references than those that lead to it from the state."""
+    entry = dict.get(state, key)  # not itself: a checkpoint that a script keeps has it, and would defer nothing
+    alone: list[Any] = [[], 0]  # has the references that there are here to each
+    found = {0: alone}
+    for each in walk(entry, insides_of):
+        if each is not entry and not is_constant(each):
+            found.setdefault(id(each), [each, 0])[1] += 1
+    each = None
+    excess = [sys.getrefcount(value) - count for value, count in found.values()]
+    return bool(max(excess) > excess[0])
 
 
 def _share_memory(entries: Sequence[Any]) -> bool:

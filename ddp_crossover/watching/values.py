@@ -10,14 +10,15 @@ from numbers import Number
 from types import BuiltinFunctionType, FunctionType, NoneType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_crossover.cpython import is_of_c
-from ddp_crossover.walks import is_tree, walk
+from ddp_crossover.walks import HOLD_NOTHING, is_tree, walk
 
-_IMMUTABLE = frozenset((NoneType, bool, int, float, str))
+_IMMUTABLE = HOLD_NOTHING
 CONTAINERS = (list, dict)
 _PLAIN = (Number, str, enum.Enum, torch.dtype, torch.device, FunctionType, BuiltinFunctionType, type)
 
@@ -150,6 +151,24 @@ def _copied(value: Any) -> Any:
         vars(record).update(_copied(vars(value)))
         return record
     return copy.copy(value) if isinstance(value, set) else value
+
+
+def is_constant(value: Any, levels: int = 3) -> bool:
+    """Whether nothing in it can be changed in place: numbers, functions and the like, and tuples of these."""
+    if type(value) in _IMMUTABLE or isinstance(value, _CONSTANT):
+        return True
+    is_tuple = levels > 0 and isinstance(value, (tuple, frozenset))
+    return is_tuple and all(is_constant(each, levels - 1) for each in value)
+
+
+_CONSTANT = (*_PLAIN, NoneType, bytes, np.generic, torch.memory_format, torch.layout)
+
+
+def insides_of(value: Any) -> Collection[Any]:
+    """What is directly in a container, or in the attributes of any object but tensors, functions and the like."""
+    if type(value) in _IMMUTABLE or isinstance(value, (Tensor, *_PLAIN)):
+        return ()
+    return parts_of(value) or getattr(value, "__dict__", {}).values()
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

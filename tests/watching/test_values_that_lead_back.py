@@ -253,7 +253,7 @@ def _train(place: str, value: str, attached: bool) -> tuple[list[Any], Any]:
         loss = model(torch.randn(3, INPUTS)).square().sum()
         loss.backward()
         optimizer.step()
-        for each in held if place != "state_of_each" else ():  # that is not copied: scripts look it up
+        for each in held:
             if isinstance(each, Node):
                 each.scale = 0.5 / (step + 2)
         seen.append(loss.detach().clone())

@@ -1,0 +1,163 @@
+"""What a script keeps a reference to and has put into its optimizer, and changes by it right after `step()`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import ddp_crossover as dx
+from ddp_crossover.watching.lazy_state import make_state_lazy
+from ddp_crossover.watching.state_entries import entries_of_state
+from equivalence import SMALL_GROUPS_MB
+from models import INPUTS, DeepNet
+from own_optimizers import OwnOptimizer
+
+
+class Config:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+
+class Held(NamedTuple):
+    """How a kind of object is made, read and changed."""
+
+    make: Callable[[float], Any]
+    read: Callable[[Any], float]
+    change: Callable[[Any, float], object]
+
+
+def _first(value: Any) -> float:
+    return float(value[0])
+
+
+def _set_first(value: Any, scale: float) -> None:
+    value[0] = scale
+
+
+def _set_scale(value: Any, scale: float) -> None:
+    value.scale = scale
+
+
+KINDS = {
+    "object": Held(Config, lambda value: value.scale, _set_scale),
+    "slots": Held(Slotted, lambda value: value.scale, _set_scale),
+    "list": Held(lambda scale: [scale], _first, _set_first),
+    "dict": Held(lambda scale: {0: scale}, _first, _set_first),
+    "deque": Held(lambda scale: deque([scale]), _first, _set_first),
+    "array": Held(lambda scale: torch.tensor([scale]).numpy(), _first, _set_first),
+    "inner": Held(lambda scale: ([0.0, Config(scale)],), lambda v: v[0][1].scale, lambda v, s: _set_scale(v[0][1], s)),
+    "tensor": Held(lambda scale: torch.tensor([scale]), _first, _set_first),
+}
+
+
+class ReadsState(OwnOptimizer):
+    read: Any = staticmethod(float)
+
+    def update(self, group: dict[str, Any], parameters: list[Any]) -> None:
+        for p in parameters:
+            p.add_(p.grad, alpha=-group["lr"] * group["read"](self.state[p]["cfg"]))
+
+
+class ReadsGroup(OwnOptimizer):
+    def update(self, group: dict[str, Any], parameters: list[Any]) -> None:
+        for p in parameters:
+            p.add_(p.grad, alpha=-group["lr"] * group["read"](group["cfg"]))
+
+
+def _train(place: str, kind: str, attached: bool) -> tuple[list[Any], Any]:
+    torch.manual_seed(0)
+    model, held = DistributedDataParallel(DeepNet()), KINDS[kind]
+    kept: list[Any] = []
+
+    def make() -> Any:
+        kept.append(held.make(0.5))
+        return kept[-1]
+
+    if place == "group":
+        optimizer: Any = ReadsGroup(model.parameters(), read=held.read, cfg=make())
+    else:
+        optimizer = ReadsState(model.parameters(), read=held.read)
+        one = make() if place == "one" else None
+        for p in model.parameters():
+            optimizer.state[p]["cfg"] = make() if one is None else one
+    if place == "nobody":
+        kept.clear()
+    state = dx.attach(model, optimizer, fusion_mb=SMALL_GROUPS_MB) if attached else None
+    seen: list[Any] = []
+    for step in range(5):
+        optimizer.zero_grad()
+        loss = model(torch.randn(3, INPUTS)).square().sum()
+        loss.backward()
+        optimizer.step()
+        for each in kept:
+            held.change(each, 0.5 / (step + 2))
+        seen.append(loss.detach().clone())
+    seen += [p.detach().clone() for p in model.parameters()]
+    stats = state.stats() if state is not None else None
+    if state is not None:
+        state.detach()
+    return seen, stats
+
+
+def _compare(place: str) -> None:
+    for kind in KINDS:
+        plain, _ = _train(place, kind, attached=False)
+        ours, stats = _train(place, kind, attached=True)
+        assert all(map(torch.equal, plain, ours)), (place, kind)
+        if kind != "slots":  # which a trial cannot compare
+            assert place != "nobody" or not stats.fallbacks, (kind, stats.fallbacks)
+            assert place != "each" or any("refers to" in reason for reason in stats.fallbacks), kind
+
+
+@pytest.mark.parametrize("place", ["each", "one", "group", "nobody"])
+def test_training_has_the_bits_of_plain_ddp(on_ranks, place: str) -> None:
+    on_ranks(_compare, 2, place)
+
+
+def _stepped() -> Any:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3)) for _ in range(3)])
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.ones(3)
+    optimizer.step()
+    make_state_lazy(optimizer, "model")
+    return optimizer
+
+
+@pytest.mark.quick
+def test_what_only_the_state_refers_to_is_not_held() -> None:
+    optimizer = _stepped()
+    node: Any = Config(0.5)
+    node.itself, node.pair = node, (node, [node])
+    optimizer.state[optimizer.param_groups[0]["params"][1]]["cfg"] = node
+    assert len(entries_of_state(optimizer).held) == 1
+    del node
+    assert not entries_of_state(optimizer).held
+
+
+@pytest.mark.quick
+def test_a_tensor_that_a_script_keeps_of_an_entry_holds_its_parameter_alone() -> None:
+    optimizer = _stepped()
+    first = optimizer.param_groups[0]["params"][0]
+    kept = optimizer.state[first]["exp_avg"]
+    assert entries_of_state(optimizer).held == {id(first)}
+    del kept
+    assert not entries_of_state(optimizer).held
+
+
+@pytest.mark.quick
+def test_a_checkpoint_that_a_script_keeps_holds_nothing() -> None:
+    optimizer = _stepped()
+    kept = optimizer.state_dict()
+    assert not entries_of_state(optimizer).held and kept["state"]
