@@ -263,7 +263,7 @@ def _refuse_parameters(ddp: DistributedDataParallel) -> None:
 
 
 def refuse_optimizers(ddp: DistributedDataParallel, optimizers: Sequence[Optimizer]) -> None:
-    """Raise ValueError unless ``deferred_updates`` can drive every optimizer, in other buckets of DDP."""
+    """Raise ValueError unless ``deferred_updates`` can drive every optimizer, and DDP may get other buckets."""
     if not optimizers:
         raise ValueError("optimizer is an empty list: pass the optimizer of the model, or a list of all its optimizers")
     managed = {id(parameter) for _, parameter in managed_parameters(ddp)}

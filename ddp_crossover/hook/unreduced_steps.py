@@ -115,7 +115,7 @@ class UnreducedSteps:
 
     # What optimizers tell.
 
-    def refuse_unreduced(self, optimizer: Optimizer, gradients: ReducedGradients | None) -> None:
+    def refuse_unreduced(self, optimizer: Optimizer, gradients: ReducedGradients | None, *, has_closure: bool) -> None:
         """See :class:`ddp_crossover.step.deferred_updates.Reductions`."""
         were_added_to = gradients is not None and gradients.were_added_to
         self._weighing.refuse_unreduced(optimizer, were_added_to=were_added_to)
@@ -125,8 +125,10 @@ class UnreducedSteps:
             self._say_what_thawed()
         was_reduced = self._reductions != self._reductions_at_step.get(optimizer, 0)
         self._reductions_at_step[optimizer] = self._reductions
-        # Gradients that are to be weighted have to be reduced, whatever earlier micro-batches of the step asked for.
-        if not self._weighing.needs_reduction and (self._is_asked_for or not self._synchronizes):
+        # Gradients that are to be weighted have to be reduced, whatever earlier micro-batches asked for. What is there
+        # before a closure is not what the update takes: sharpness-aware steps climb by each rank's own.
+        may_be_own = has_closure or not self._weighing.needs_reduction
+        if may_be_own and (self._is_asked_for or not self._synchronizes):
             return
         if self._watched is not None:
             self._judge(optimizer, self._watched, gradients, was_reduced=was_reduced)

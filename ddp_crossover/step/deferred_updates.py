@@ -58,12 +58,13 @@ _CLOSURE_WITH_SHARED_STATE = "it was called with a closure, and its state has en
 class Reductions(Protocol):
     """Follows which gradients were reduced."""
 
-    def refuse_unreduced(self, optimizer: Optimizer, gradients: ReducedGradients | None) -> None:
+    def refuse_unreduced(self, optimizer: Optimizer, gradients: ReducedGradients | None, *, has_closure: bool) -> None:
         """Warn, or raise RuntimeError, if this optimizer is about to use gradients that are not reduced.
 
         Args:
             optimizer: the optimizer.
             gradients: those of the pipeline, if there is one.
+            has_closure: whether it was given a closure, which makes the gradients that it updates with.
         """
 
 
@@ -214,7 +215,8 @@ class DeferredUpdates:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._running = None  # left over if the last step raised
         self._stop_watching()
-        self._refuse_step(optimizer)
+        user_closure = closure_of(args, kwargs)
+        self._refuse_step(optimizer, user_closure)
         self._optimizers.look_again(optimizer)
         pipeline = self.pipeline
         if pipeline is None:
@@ -222,7 +224,7 @@ class DeferredUpdates:
             make_state_plain(optimizer, self)
             return self._step_as_it_is(optimizer, args, kwargs)
         self._finish_last_step(optimizer, pipeline)
-        user_closure, verdict = closure_of(args, kwargs), self._optimizers.verdict(optimizer)
+        verdict = self._optimizers.verdict(optimizer)
         caches = caches_among(optimizer, verdict.counters)
         reason = (
             self._optimizers.why_not(optimizer)
@@ -294,9 +296,10 @@ class DeferredUpdates:
             watch.stop()
         return watch
 
-    def _refuse_step(self, optimizer: Optimizer) -> None:
+    def _refuse_step(self, optimizer: Optimizer, closure: object) -> None:
         self.runner.refuse_to_go_on()
-        self._reductions.refuse_unreduced(optimizer, None if self.pipeline is None else self.pipeline.gradients)
+        gradients = None if self.pipeline is None else self.pipeline.gradients
+        self._reductions.refuse_unreduced(optimizer, gradients, has_closure=closure is not None)
 
     def _finish_last_step(self, optimizer: Optimizer, pipeline: Pipeline) -> None:
         """Apply what is pending of the parameters that a step is about to update, and refuse one that makes no sense.

@@ -27,8 +27,8 @@ def tensors_in(output: Any) -> list[torch.Tensor]:
 
 def parts_of_output(output: Any) -> list[Any]:
     """What is directly in a tuple, list or dict, or in another container that torch knows."""
-    if isinstance(output, torch.Tensor):
-        return []
+    if output is None or isinstance(output, (torch.Tensor, bool, int, float, str)):
+        return []  # at once: an output may hold very many
     are_parts = itertools.chain((False,), itertools.repeat(True))  # after the first call, which is for the container
     leaves = private(private(torch.utils, "_pytree"), "tree_leaves")
     found: list[Any] = leaves(output, is_leaf=lambda _: next(are_parts))

@@ -6,12 +6,15 @@ it: with a sharded optimizer, or weighted.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+import ddp_crossover as dx
 from unreduced import (
     IN_PIPELINE,
     Script,
@@ -94,3 +97,50 @@ def test_they_are_never_taken_for_weighted_ones(on_ranks, kind, first, ddp, mess
 @pytest.mark.parametrize("first", [0, IN_PIPELINE])
 def test_a_script_may_average_gradients_itself(on_ranks, first) -> None:
     on_ranks(_as_plain, 2, averaged_after_no_sync, first, "usual", {"shard_optimizer": True})
+
+
+class _ClimbsFirst(torch.optim.SGD):
+    """Calls its closure where this rank's own gradients lead uphill, as sharpness-aware steps do with each batch."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        [group] = self.param_groups
+        uphill = [0.05 * p.grad / (p.grad.norm() + 1e-12) for p in group["params"]]
+        for p, up in zip(group["params"], uphill, strict=True):
+            p.add_(up)
+        with torch.enable_grad():
+            closure()
+        for p, up in zip(group["params"], uphill, strict=True):
+            p.sub_(up).sub_(group["lr"] * p.grad)
+
+
+def _climbs(weighted: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    ddp = torch.nn.parallel.DistributedDataParallel(net)
+    optimizer = _ClimbsFirst(net.parameters(), lr=0.1)
+    state = dx.attach(ddp, optimizer, weighted=True) if weighted else None
+    for _ in range(3):
+        x = torch.randn(4, 4) + dist.get_rank()
+        optimizer.zero_grad()
+        with ddp.no_sync():
+            net(x).square().mean().backward()
+
+        def closure(x: Tensor = x) -> None:
+            optimizer.zero_grad()
+            with contextlib.nullcontext() if state is None else state.batch(len(x)):
+                ddp(x).square().mean().backward()
+
+        optimizer.step(closure)
+    if state is not None:
+        state.detach()
+    return [parameter.detach().clone() for parameter in net.parameters()]
+
+
+def _climb_alike() -> None:
+    for ours, plain in zip(_climbs(True), _climbs(False), strict=True):
+        torch.testing.assert_close(ours, plain)
+
+
+def test_a_step_may_look_at_them_before_its_closure_makes_weighted_ones(on_ranks) -> None:
+    on_ranks(_climb_alike, 2)

@@ -168,8 +168,8 @@ class ShardedUpdates(DeferredUpdates):
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._call = None  # left over if the last step raised
         self._has_begun = True
-        self._refuse_step(optimizer)
         user_closure = closure_of(args, kwargs)
+        self._refuse_step(optimizer, user_closure)
         # Not with a closure, which may run a backward, load another state, or consolidate this one.
         self._steps_whole = user_closure is None and self._is_whole(optimizer)
         if self._steps_whole:
