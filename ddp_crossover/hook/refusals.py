@@ -30,9 +30,9 @@ from ddp_crossover.torch_internals.ddp import (
     no_comm_hooks,
     sparse_modules,
 )
-from ddp_crossover.torch_internals.dispatch import tensors_in
 from ddp_crossover.torch_internals.memory import memory_of
 from ddp_crossover.torch_internals.optimizers import require_hooks
+from ddp_crossover.watching.values import tensors_in
 
 _DDP_ONLY = (
     "wrap the plain model in DistributedDataParallel, if a whole replica fits on each device, or train this model "

@@ -20,7 +20,7 @@ T = TypeVar("T")
 _CPU = torch.device("cpu")
 
 
-def tensors_in(output: Any) -> list[torch.Tensor]:
+def tensors_in_output(output: Any) -> list[torch.Tensor]:
     """Return all tensors in a module's output, inside tuples, lists and dicts of any depth."""
     return [each for each in walk(output, parts_of_output) if isinstance(each, torch.Tensor)]
 

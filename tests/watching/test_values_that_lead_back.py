@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
 from ddp_crossover.moments import call_before_backward
-from ddp_crossover.torch_internals.dispatch import tensors_in as tensors_in_output
+from ddp_crossover.torch_internals.dispatch import tensors_in_output
 from ddp_crossover.watching.at_sight import why_no_copy
 from ddp_crossover.watching.known_optimizers import KnownOptimizers
 from ddp_crossover.watching.separability import judge

@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from .... import device as gpu
 from ....torch_internals.autograd import call_after_backward, is_in_backward
 from ....torch_internals.compiled import is_compiled_in_place
-from ....torch_internals.dispatch import tensors_in
+from ....torch_internals.dispatch import tensors_in_output
 from ....torch_internals.optimizers import has_hooks
 
 
@@ -153,7 +153,7 @@ class Instrument:
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        results = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+        results = [tensor for tensor in tensors_in_output(output) if tensor.grad_fn is not None]
         for result in results:
             result.register_hook(partial(self._on_gradient, "result"))
         if is_in_backward():
