@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,6 +48,7 @@ class PendingGrad(Tensor):
     Attributes:
         becomes_zero: whether it was set to zero before it was delivered.
         was_added_to: whether a backward has added to it since it was armed.
+        pool: refers to the pool whose ``current`` it was last.
     """
 
     _lock: threading.RLock
@@ -58,6 +60,7 @@ class PendingGrad(Tensor):
     _answer_early: Callable[..., Any] | None
     _note_sum: Callable[[], None]
     was_added_to: bool
+    pool: weakref.ref[PendingGradPool]
 
     @staticmethod
     def __new__(
@@ -269,7 +272,7 @@ class PendingGradPool:
         lock: threading.RLock,
     ) -> None:
         self._stride = stride
-        self._make = functools.partial(PendingGrad, shape, stride, dtype, device, lock)
+        self._new = functools.partial(PendingGrad, shape, stride, dtype, device, lock)
         self.current = self._make()
         self._unshared_references = sys.getrefcount(self.current)
 
@@ -285,7 +288,13 @@ class PendingGradPool:
         if grad is pending:
             return pending
         if type(grad) is PendingGrad and grad.stride() == self._stride:
-            self.current = grad  # made under the last plan; its holders expect it to follow `param.grad`
+            # Made under the last plan, or for another model that shares the parameter, whose gradient was added to: its
+            # holders expect it to follow `param.grad`.
+            if (other := grad.pool()) is not None and other.current is grad:
+                grad.resolve()
+                other.part()
+            self.current = grad
+            grad.pool = weakref.ref(self)
         elif not pending.is_free:
             follows = is_in_bucket and pending.was_added_to  # as a part of the bucket, where DDP has put the sum
             del pending  # this name would count as a reference
@@ -295,8 +304,13 @@ class PendingGradPool:
         return self.current
 
     def part(self) -> None:
-        """Leave the object to another parameter, whose ``.grad`` it is now."""
+        """Leave the object to another parameter, whose ``.grad`` it is now, or to another pool."""
         self.current = self._make()
+
+    def _make(self) -> PendingGrad:
+        pending = self._new()
+        pending.pool = weakref.ref(self)
+        return pending
 
     def is_current(self, grad: Tensor) -> bool:
         """Whether ``grad`` is the object that was taken last, and was neither read nor set to zero."""

@@ -62,3 +62,19 @@ def test_two_time_scale_gan_in_one_ddp_with_two_optimizers(run: Script) -> None:
             loss.backward()
             optimizer.step()
             run.log(loss)
+
+
+@adversarial(three=True, fallback="shares its memory|were read or replaced")
+def test_two_models_around_one_encoder_add_up_its_gradients(run: Script) -> None:
+    encoder = nn.Linear(8, 8)
+    one, two = (run.ddp(nn.Sequential(encoder, mlp(outputs=outputs))) for outputs in (8, 4))
+    optimizer = Adam(dict.fromkeys([*one.parameters(), *two.parameters()]), lr=0.01)
+    run.attach(one, optimizer)
+    run.attach(two, optimizer)
+    for step, (x, _) in enumerate(run.batches()):
+        optimizer.zero_grad()
+        for model in (one, two) if step % 2 else (two, one):
+            loss = model(x).square().mean()
+            loss.backward()
+            run.log(loss)
+        optimizer.step()
