@@ -27,12 +27,14 @@ class LazyState(defaultdict[Any, Any]):
         optimizer: the optimizer.
         settled: how many entries, from the first one on, are in the order of plain steps.
         entries: what is known of all of them, see ``state_entries``; None if others may have changed some since.
+        answers: how often that was asked for since the look from which it is known.
     """
 
     before_look: dict[object, Callable[[], None] | None]
     optimizer: weakref.ref[Optimizer]
     settled: int
     entries: Any
+    answers: int
 
     def apply_pending(self) -> None:
         applies = list(self.before_look.values())
@@ -131,7 +133,7 @@ def make_state_lazy(optimizer: Optimizer, model: object, before_look: Callable[[
         state.optimizer = weakref.ref(optimizer)
         dict.update(state, optimizer.state)
         state.settled = dict.__len__(state)
-        state.entries = None
+        state.entries, state.answers = None, 0
         optimizer.state = state
         vars(optimizer)["__getstate__"] = state.of_copies
     if before_look is None:

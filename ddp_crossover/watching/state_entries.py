@@ -15,6 +15,7 @@ from ddp_crossover.watching.foreach import DTYPES_ALIKE
 from ddp_crossover.watching.lazy_state import LazyState
 from ddp_crossover.watching.values import insides_of, is_constant, writable_parts
 
+_ANSWERS_IF_HELD = 60  # of some 20 steps
 _COUNTS = frozenset(("step", "mu_product"))  # of torch's own optimizers, in a dtype of their own
 
 
@@ -35,15 +36,18 @@ class Entries(NamedTuple):
 
 
 def entries_of_state(optimizer: Optimizer) -> Entries:
-    """Look at all entries, or, if only updates have changed any since the last look, remember it."""
+    """Look at all entries, or, if only updates have changed any since the last look, remember that for a while."""
     state = vars(optimizer).get("state")
     if not isinstance(state, dict):  # of a class that skips ``Optimizer.__init__``
         return Entries(False, False)
-    known = state.entries if isinstance(state, LazyState) else None
-    if known is None:
-        known = _look(state)
-        if isinstance(state, LazyState) and not known.held:  # nobody sees that others let go of it
-            state.entries = known
+    if not isinstance(state, LazyState):
+        return _look(state)
+    known: Entries | None = state.entries
+    state.answers += 1
+    # Nobody sees that a script lets go of what it has held, and each look takes milliseconds.
+    if known is None or (known.held and state.answers >= _ANSWERS_IF_HELD):
+        known = state.entries = _look(state)
+        state.answers = 0
     return known
 
 

@@ -135,6 +135,12 @@ def _stepped() -> Any:
     return optimizer
 
 
+def _held_after_some_steps(optimizer: Any) -> Any:
+    for _ in range(100):
+        held = entries_of_state(optimizer).held
+    return held
+
+
 @pytest.mark.quick
 def test_what_only_the_state_refers_to_is_not_held() -> None:
     optimizer = _stepped()
@@ -143,7 +149,7 @@ def test_what_only_the_state_refers_to_is_not_held() -> None:
     optimizer.state[optimizer.param_groups[0]["params"][1]]["cfg"] = node
     assert len(entries_of_state(optimizer).held) == 1
     del node
-    assert not entries_of_state(optimizer).held
+    assert not _held_after_some_steps(optimizer)
 
 
 @pytest.mark.quick
@@ -153,7 +159,7 @@ def test_a_tensor_that_a_script_keeps_of_an_entry_holds_its_parameter_alone() ->
     kept = optimizer.state[first]["exp_avg"]
     assert entries_of_state(optimizer).held == {id(first)}
     del kept
-    assert not entries_of_state(optimizer).held
+    assert not _held_after_some_steps(optimizer)
 
 
 @pytest.mark.quick
