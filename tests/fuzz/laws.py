@@ -88,6 +88,8 @@ def fit(program: Program) -> Program:
             script.pop("reduce_each", None)
     if script.get("habit") in COMMUNICATING and script.get("model") in BRANCHES:
         script.pop("past_ddp", None)  # ranks have gradients of other parameters there, so plain DDP's job dies
+    if script.get("habit") == "keeps_gradients":
+        script.pop("bucket_view", None)  # it keeps views of DDP's buckets, of which attach and detach make others
     if script.get("average") == "own" and script.get("habit") == "averages_in_hook":
         script.pop("average")  # dx.Ema takes in what an update leaves, before the script averages that over ranks
     if script.get("average") == "own":

@@ -8,7 +8,6 @@ REFUSALS = {
     "sharded: an optimizer that cannot be": r"shard_optimizer=True cannot shard|step\(\) cannot update shards, b",
     "an optimizer that begins to do what forbids to defer": r"which it did not do in the steps that were watched"
     r"|the optimizer's update of its shards has failed on rank",
-    "a state that keeps views of DDP's buckets": r"keeps gradients that are views of DDP's buckets",
     "what follows steps: an optimizer without hooks": r"cannot follow \w+, whose class skips Optimizer\.__init__",
     "sharded: ranks whose parameters differ": r"is not the same on all ranks before optimizer\.step\(\)",
     "sharded: a parameter of another model": r"trains a parameter of shape .* that this DDP model does not reduce",
