@@ -14,9 +14,9 @@ from ddp_crossover.torch_internals.private import private
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _LOAD_HOOKS = "_optimizer_load_state_dict_pre_hooks"
 
-# What `attributes_of` leaves out: a learning-rate scheduler wraps `step` on the instance, to count the calls, and a
-# lazy state sets the last one.
-NO_SETTINGS = ("param_groups", "state", "step", "__getstate__")
+# What `attributes_of` leaves out: a learning-rate scheduler wraps `step` on the instance, to count the calls, a lazy
+# state sets `__getstate__`, and torch's fused optimizers note in the last one that they have checked the devices.
+NO_SETTINGS = ("param_groups", "state", "step", "__getstate__", "_need_device_dtype_check_for_fused")
 
 
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
