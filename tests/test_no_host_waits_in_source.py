@@ -35,6 +35,8 @@ ALLOWED = {
     ("addons/codes/feedback.py", "begin_step"): "makes one of a number only on the CPU",
     ("addons/norms/grad_scaler.py", "agreed"): "torch's GradScaler waits there, too",
     ("watching/clone.py", "_state_of_sample"): "at attach",
+    ("watching/separability.py", "closure"): "at attach",
+    ("watching/separability.py", "_calls_closure"): "at attach",
     ("addons/shards/shard_states.py", "_scalar"): "loads a checkpoint",
     ("addons/shards/shard_states.py", "_description"): "writes a checkpoint",
 }

@@ -170,6 +170,10 @@ class PendingGrad(Tensor):
 
         self._deliver = refuse
 
+    def move_to(self, pool: PendingGradPool) -> None:
+        """Note of which pool it is the ``current`` one."""
+        self.pool = weakref.ref(pool)
+
     def leave(self) -> None:
         """Stand for the value alone, which has been delivered: what it was armed with is about to be dropped."""
         if self._deliver is None:
@@ -294,7 +298,7 @@ class PendingGradPool:
                 grad.resolve()
                 other.part()
             self.current = grad
-            grad.pool = weakref.ref(self)
+            grad.move_to(self)
         elif not pending.is_free:
             follows = is_in_bucket and pending.was_added_to  # as a part of the bucket, where DDP has put the sum
             del pending  # this name would count as a reference
@@ -309,7 +313,7 @@ class PendingGradPool:
 
     def _make(self) -> PendingGrad:
         pending = self._new()
-        pending.pool = weakref.ref(self)
+        pending.move_to(self)
         return pending
 
     def is_current(self, grad: Tensor) -> bool:

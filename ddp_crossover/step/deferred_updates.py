@@ -44,7 +44,7 @@ from ddp_crossover.watching.at_sight import why_no_copy, why_parameters_repeat
 from ddp_crossover.watching.caches import caches_among, why_updates_may_differ
 from ddp_crossover.watching.known_optimizers import KnownOptimizers
 from ddp_crossover.watching.lazy_state import make_state_lazy, make_state_plain, why_state_is_shared
-from ddp_crossover.watching.optimizer_snapshot import StandIn, optimizer_parameters, shared_state
+from ddp_crossover.watching.optimizer_snapshot import StandIn, is_of_torch, optimizer_parameters, shared_state
 from ddp_crossover.watching.state_entries import entries_of_state, why_entries_depend
 from ddp_crossover.watching.step_watch import StepWatch
 
@@ -241,8 +241,11 @@ class DeferredUpdates:
         )
         if reason is not None:
             self._note_waits(optimizer, reason)
-        # Where a script gives no closure, one of ours would return no loss to a step that may use it.
-        can_divide = self._runs_last(optimizer) or (user_closure is not None and verdict.calls_closure)
+        # Hooks that were added since the last step run after this one, in this step only; a closure runs after them.
+        # One of ours alone returns no loss, which torch's own steps do without.
+        is_last = self._runs_last(optimizer)
+        takes_closure = verdict.calls_closure and (user_closure is not None or is_of_torch(optimizer))
+        can_divide = is_last or takes_closure
         if reason is not None or self._is_to_be_watched(optimizer) or not can_divide:
             self.runner.note_written()
             self._early_reads.explain()
@@ -257,14 +260,14 @@ class DeferredUpdates:
             if step.divide(self.pipeline, self._deferrable):
                 self.runner.note_written()
 
-        if user_closure is None:
+        if user_closure is None and is_last:
             # This is the last moment before the optimizer reads the gradients, after all other hooks.
             divide()
             return (step.stand_in.optimizer,), {}
 
         def closure() -> Any:
             # It may run a forward and backward, as in Lightning.
-            loss = user_closure()
+            loss = None if user_closure is None else user_closure()
             divide()
             return loss
 

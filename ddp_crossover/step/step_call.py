@@ -28,7 +28,7 @@ _KEPT = (
     "Keep a clone instead, or drop it and set gradients to None, to have the update deferred"
 )
 _HELD = (
-    "has an object or a tensor in its entry of optimizer.state to which something else refers, as a variable does. "
+    "has an object in its entry of optimizer.state to which something else refers, as a variable does. "
     "Read optimizer.state anew each time, or copy what you put there or take from it"
 )
 

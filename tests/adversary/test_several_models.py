@@ -78,23 +78,3 @@ def test_two_models_around_one_encoder_add_up_its_gradients(run: Script) -> None
             loss.backward()
             run.log(loss)
         optimizer.step()
-
-
-@adversarial(fallback="something else refers")
-def test_a_population_whose_worst_takes_the_state_of_the_best(run: Script) -> None:
-    """`load_state_dict()` copies no tensors: both optimizers write to the same moments from then on."""
-    models = [run.ddp(mlp(outputs=2)) for _ in range(2)]
-    optimizers = [Adam(model.parameters(), lr=0.02) for model in models]
-    for model, optimizer in zip(models, optimizers, strict=True):
-        run.attach(model, optimizer)
-    for step, (x, _) in enumerate(run.batches()):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            run.log(loss)
-        if step % 4 == 3:
-            best = step // 4 % 2
-            models[1 - best].module.load_state_dict(models[best].module.state_dict())
-            optimizers[1 - best].load_state_dict(optimizers[best].state_dict())
