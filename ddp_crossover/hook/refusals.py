@@ -30,8 +30,9 @@ from ddp_crossover.torch_internals.ddp import (
     no_comm_hooks,
     sparse_modules,
 )
-from ddp_crossover.torch_internals.memory import memory_of
+from ddp_crossover.torch_internals.memory import share_storage
 from ddp_crossover.torch_internals.optimizers import require_hooks
+from ddp_crossover.watching.optimizer_snapshot import optimizer_parameters
 from ddp_crossover.watching.values import tensors_in
 
 _DDP_ONLY = (
@@ -287,10 +288,8 @@ def refuse_optimizers(ddp: DistributedDataParallel, optimizers: Sequence[Optimiz
 
 
 def _keeps_gradients(optimizer: Optimizer) -> bool:
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    places = {place.storage for gradient in gradients if (place := memory_of(gradient)) is not None} - {0}
-    kept = (memory_of(tensor) for tensor in tensors_in(list(dict.values(optimizer.state))))
-    return any(place is not None and place.storage in places for place in kept)
+    gradients = (p.grad for p in optimizer_parameters(optimizer) if p.grad is not None)
+    return share_storage(tensors_in(list(dict.values(optimizer.state))), gradients)
 
 
 def why_plain_all_reduce(ddp: DistributedDataParallel, schedule: Schedule) -> str | None:

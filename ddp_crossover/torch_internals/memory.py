@@ -55,6 +55,12 @@ def number_kept(tensor: torch.Tensor) -> object:
     return StorageWeakRef(tensor.untyped_storage())
 
 
+def share_storage(some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> bool:
+    """Whether a tensor of ``some`` is in the storage of one of ``others``, as views of one bucket are."""
+    storages = {place.storage for each in others if (place := memory_of(each)) is not None} - {0}
+    return any((place := memory_of(each)) is not None and place.storage in storages for each in some)
+
+
 def storage_use_count(storage: torch.UntypedStorage) -> int:
     """Number of C++ references to a storage: one for each tensor, plus a constant."""
     return _STORAGE_USE_COUNT(storage._cdata)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp_crossover.torch_internals.memory import Memory, memory_of
+from ddp_crossover.torch_internals.memory import Memory, memory_of, share_storage
 from ddp_crossover.torch_internals.operations import Operation, OperationWatch, number_of
 from ddp_crossover.watching.labels import Crossing, LabelledMemory
 from ddp_crossover.watching.optimizer_snapshot import dotted_attributes, optimizer_parameters
@@ -225,9 +225,7 @@ class StepWatch:
     def _keeps_gradients(self) -> bool:
         kept = [tensor for state in dict.values(self._optimizer.state) for tensor in tensors_in(state)]
         kept += [tensor for _, tensor in self._shared_tensors()]
-        places = [memory_of(grad) for grad in self._gradients if grad is not None]
-        storages = {place.storage for place in places if place is not None} - {0}
-        return any((place := memory_of(tensor)) is not None and place.storage in storages for tensor in kept)
+        return share_storage(kept, (grad for grad in self._gradients if grad is not None))
 
 
 class _EndsWatch(tuple[Any, ...]):
