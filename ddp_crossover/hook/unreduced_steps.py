@@ -5,7 +5,7 @@ that were moved after DDP was built. Each rank then trains on its own gradients.
 
 A gradient does not tell whether a backward has left it like that, or the script has set or averaged it by itself. So
 once a step looks unreduced, a few elements of one gradient are copied in each backward from then on. If ``step()``
-finds them again, but for a factor, nobody has averaged them. Before that, no gradient costs anything.
+finds them again, but for a factor and clipping, nobody has averaged them. Before that, no gradient costs anything.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from ddp_crossover.torch_internals.dispatch import outside_of_modes
 from ddp_crossover.watching.optimizer_snapshot import optimizer_parameters
 
 _SAMPLED = 4096  # elements
+_FEWEST_WITHIN = 4  # elements within the limit of clipping: of fewer nobody can tell
 _ROUNDING = 1e-5  # of 16-bit gradients that are clipped or unscaled
 
 _ON_PURPOSE = "To train ranks apart on purpose, say so with ddp.no_sync()"
@@ -257,11 +258,11 @@ class _WatchedGradient:
         self._on_write()
 
     def is_of_this_rank(self) -> bool | None:
-        """Whether it is still as backward has left it, but for a factor; None if there is nothing to compare."""
+        """Whether it is still as backward has left it, but for a factor and clipping; None if it cannot be compared."""
         parameter, own = self.parameter, self._own
         if parameter is None or parameter.grad is None or own is None:
             return None
-        return outside_of_modes(lambda: _is_multiple(_sample(parameter), own))
+        return outside_of_modes(lambda: _is_left(_sample(parameter), own))
 
 
 def _sample(parameter: Tensor) -> Tensor:
@@ -269,6 +270,16 @@ def _sample(parameter: Tensor) -> Tensor:
     assert grad is not None
     value = grad.resolve() if isinstance(grad, PendingGrad) else grad
     return value.detach().reshape(-1)[:_SAMPLED]
+
+
+def _is_left(value: Tensor, of: Tensor) -> bool | None:
+    """Whether one is a multiple of the other, or was before clipping by value; None if one is zero or not finite."""
+    size = value.abs()
+    within = size < size.max()
+    is_multiple = _is_multiple(value, of)
+    if is_multiple is False and int(within.sum()) >= _FEWEST_WITHIN:
+        return _is_multiple(value[within], of[within])
+    return is_multiple
 
 
 def _is_multiple(value: Tensor, of: Tensor) -> bool | None:

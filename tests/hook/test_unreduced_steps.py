@@ -34,6 +34,17 @@ def past_ddp_and_clipped(script: Script, step: int) -> None:
     nn.utils.clip_grad_norm_(script.net.parameters(), 0.1)
 
 
+def past_ddp_and_clipped_by_value(script: Script, step: int) -> None:
+    past_ddp(script, step)
+    _clip_half(script)
+
+
+def _clip_half(script: Script) -> None:
+    for parameter in script.net.parameters():
+        assert parameter.grad is not None
+        nn.utils.clip_grad_value_(parameter, parameter.grad.abs().median().item())
+
+
 def moved_and_back(script: Script, step: int) -> None:
     if script.net[0].weight.grad is None and not hasattr(script, "is_moved"):
         script.is_moved = True
@@ -47,6 +58,7 @@ MOVED = "was not seen by DDP, although its forward ran. Move, cast and parametri
 FAULTS = {
     past_ddp: PAST,
     past_ddp_and_clipped: PAST,
+    past_ddp_and_clipped_by_value: PAST,
     second_backward: SECOND,
     second_backward_alone: SECOND,
     moved_and_back: MOVED,
@@ -110,6 +122,11 @@ def averaged_past_ddp_and_clipped(script: Script, step: int) -> None:
     nn.utils.clip_grad_norm_(script.net.parameters(), 0.1)
 
 
+def averaged_past_ddp_and_clipped_by_value(script: Script, step: int) -> None:
+    averaged_past_ddp(script, step)
+    _clip_half(script)
+
+
 def evaluated(script: Script, step: int) -> None:
     script.backward(step)
     script.net.eval()
@@ -159,6 +176,7 @@ NO_FAULTS = [
     averaged_after_no_sync,
     averaged_past_ddp,
     averaged_past_ddp_and_clipped,
+    averaged_past_ddp_and_clipped_by_value,
     evaluated,
     set_by_hand,
     noise_by_hand,
