@@ -9,7 +9,6 @@ part, and the last timed step hands as many out of it. So every arm is timed ove
 in the middle of a long run, and no arm's work runs in the turn of another.
 """
 
-import resource
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from torch.optim import Optimizer
 import ddp_crossover as dx
 from bench_kit.launch import sent_bytes
 from bench_kit.paced import Pace, paced_network
+from bench_kit.thread_times import processor_s
 
 LEARNING_RATE = 1e-4
 # DDP rebuilds its buckets in the second step, and after that PowerSGD starts.
@@ -74,8 +74,8 @@ class Arm:
         self, workload: Workload, network: nn.Module, optimizer: Optimizer, state: dx.DearState | None = None
     ) -> None:
         self._workload, self._network, self.optimizer, self.state = workload, network, optimizer, state
-        self.processor_s: list[float] = []
-        """Processor time of all threads of this process, per step of each turn."""
+        self.processor_s: list[dict[str, float]] = []
+        """Processor time of this process by the roles of its threads, per step of each turn."""
         self.sent_bytes: list[float] = []
         """What this rank's host has sent, per step of each turn; empty where ranks share a host."""
 
@@ -112,11 +112,11 @@ class Arm:
         dist.barrier()
         self.step()
         sent_before_bytes = sent_bytes()
-        start, processor_start_s = time.perf_counter(), _processor_s()
+        start, used_before_s = time.perf_counter(), processor_s()
         for _ in range(steps):
             self.step()
         seconds = (time.perf_counter() - start) / steps
-        self.processor_s.append((_processor_s() - processor_start_s) / steps)
+        self.processor_s.append({role: (s - used_before_s[role]) / steps for role, s in processor_s().items()})
         sent_after_bytes = sent_bytes()
         if sent_before_bytes is not None and sent_after_bytes is not None:
             self.sent_bytes.append((sent_after_bytes - sent_before_bytes) / steps)
@@ -158,12 +158,6 @@ def set_pace(pace: Pace, layers: int, compute_s: float, arm: Arm) -> list[float]
 
 def _calibration_turns_s(arm: Arm) -> list[float]:
     return mean_over_ranks([arm.turn_s(CALIBRATION_STEPS) for _ in range(CALIBRATION_TURNS)])
-
-
-def _processor_s() -> float:
-    """Processor time that all threads of this process have used, in user and in kernel mode."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 def mean_over_ranks(own_s: list[float]) -> list[float]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from bench_kit.launch import tell
 from bench_kit.paced import sleep_accurately
 from bench_kit.rounds import turns
+from bench_kit.thread_times import COLUMNS
 from bench_kit.training import Arm, ArmRefused, Workload, all_reduces_s, mean_over_ranks, set_pace
 from bench_parts.arms import STATE_COPIES, ArmName, make_arm
 from bench_parts.cases import CaseSettings, make_workload
@@ -69,9 +70,7 @@ class Rank:
         gc.freeze()
         flat_s, rounds_s = self._rounds()
         facts = {name: arm.facts() for name, arm in self._arms.items()}
-        processor_s = {
-            name: mean_over_ranks(arm.processor_s[-self._settings.rounds :]) for name, arm in self._arms.items()
-        }
+        processor_s = {name: self._processor_s(arm) for name, arm in self._arms.items()}
         sent_bytes = {
             name: mean_over_ranks(arm.sent_bytes[-self._settings.rounds :])
             for name, arm in self._arms.items()
@@ -103,6 +102,11 @@ class Rank:
             "facts": facts,
             "profile": profile.to_json() if profile else None,
         }
+
+    def _processor_s(self, arm: Arm) -> dict[str, list[float]]:
+        """Processor time per step of each round by the roles of threads, the mean over ranks. Collective."""
+        rounds = arm.processor_s[-self._settings.rounds :]
+        return {role: mean_over_ranks([one[role] for one in rounds]) for role in COLUMNS}
 
     def _start(self, name: str) -> None:
         tell(f"warming up {name}", 0.0)

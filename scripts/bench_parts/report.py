@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from bench_kit.tables import print_table, say
+from bench_kit.thread_times import COLUMNS
 
 _HEADINGS = ("arm", "ms", "quartiles", "sim", "T/T*", "at best", "over best DDP", "95%", "25 MB", "cpu ms")
 
@@ -23,6 +24,7 @@ def print_case(console: Console, case: dict[str, Any], network: str) -> None:
     )
     rows = [_cells(arm, case["least_over_bound"]) for arm in case["arms"] if not arm["refused"]]
     print_table(console, _HEADINGS, rows)
+    print_table(console, ("cpu ms of", *COLUMNS), [_by_thread(arm) for arm in case["arms"] if not arm["refused"]])
     for note in _notes(case):
         say(console, f"  {note}")
 
@@ -41,6 +43,10 @@ def _cells(arm: dict[str, Any], least_over_bound: float | None) -> list[str]:
         f"{over_default['median']:.2f}" if over_default else "",
         f"{arm['processor_s']['median'] * 1e3:.0f}",
     ]
+
+
+def _by_thread(arm: dict[str, Any]) -> list[str]:
+    return [arm["arm"], *(f"{arm['processor_s_by_thread'][role] * 1e3:.1f}" for role in COLUMNS)]
 
 
 def _until_settled(arm: dict[str, Any]) -> str:

@@ -45,13 +45,15 @@ def _arm(name: str, measured: dict[str, Any], bound_s: float, best: str | None, 
     """One arm's part; the last two name DDP at its best and at its default bucket size."""
     if name not in measured["rounds_s"]:
         return {"arm": name, "refused": measured["refused"].get(name)}
+    by_role = measured["processor_s"][name]
     return arm_figures(name, measured["rounds_s"], bound_s, best, default) | {
         "refused": None,
         "warm_up_steps": measured["warm_up_steps"][name],
         "make_s": measured["make_s"][name],
         "warm_up_s": measured["warm_up_s"][name],
         "rounds_s": measured["rounds_s"][name],
-        "processor_s": spread(measured["processor_s"][name]),
+        "processor_s": spread([sum(step) for step in zip(*by_role.values(), strict=True)]),
+        "processor_s_by_thread": {role: statistics.median(rounds) for role, rounds in by_role.items()},
         "sent_bytes": spread(measured["sent_bytes"][name]) if name in measured["sent_bytes"] else None,
         **measured["facts"][name],
     }

@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from rich.console import Console
 
 import lab
 import launched
-from bench_kit import launch, paced
+from bench_kit import launch, paced, thread_times
 from bench_parts import options, report
 from bench_parts.cases import CaseSettings
 from bench_parts.summary import summarize
@@ -114,12 +115,19 @@ def test_hosts_of_a_lab_count_what_they_send(tmp_path: Path) -> None:
     assert all(noop < 0.1 * case["gradient_bytes"] < sent for sent in others)
 
 
+def _by_role(**rounds_s: list[float]) -> dict[str, list[float]]:
+    return {role: rounds_s.get(role, [0.0] * 3) for role in thread_times.COLUMNS}
+
+
 MEASURED: dict[str, Any] = {
     "case": {"parameters": 10, "tensors": 2, "all_reduces_s": [1.2, 1.0, 1.1]},
     "rounds_s": {
         "noop": [0.8, 0.8, 0.9], "ddp@25": [2.0, 2.0, 8.0], "ddp@1": [1.5, 1.5, 6.0], "auto": [1.0, 1.2, 4.0],
     },
-    "processor_s": {"noop": [0.1] * 3, "ddp@25": [0.2] * 3, "ddp@1": [0.2] * 3, "auto": [0.3, 0.1, 0.2]},
+    "processor_s": {
+        "noop": _by_role(training=[0.1] * 3), "ddp@25": _by_role(training=[0.2] * 3),
+        "ddp@1": _by_role(training=[0.2] * 3), "auto": _by_role(training=[0.2, 0.05, 0.1], posting=[0.1, 0.05, 0.1]),
+    },
     "sent_bytes": {"noop": [0.0] * 3, "ddp@25": [50.0] * 3, "ddp@1": [60.0] * 3, "auto": [40.0] * 3},
     "refused": {"ddp-bf16": "refused"},
     "warm_up_steps": {"noop": 6, "ddp@25": 6, "ddp@1": 6, "auto": 8},
@@ -139,6 +147,7 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert auto["speedup_over_best_ddp"]["median"] == pytest.approx(1.5)
     assert auto["speedup_over_default_ddp"]["median"] == pytest.approx(2.0)
     assert auto["processor_s"]["median"] == pytest.approx(0.2)
+    assert auto["processor_s_by_thread"]["training"] == auto["processor_s_by_thread"]["posting"] == 0.1
     assert refused == {"arm": "ddp-bf16", "refused": "refused"}
 
 
@@ -164,7 +173,7 @@ def test_the_least_step_is_that_of_the_measured_times() -> None:
     assert case["least_step_s"] == pytest.approx(1.0 + 0.2 + 0.2) and case["bound_s"] == 1.0
     console = Console(record=True, width=200, file=io.StringIO())
     report.print_case(console, case, "a network")
-    heading, auto = (line for line in console.export_text().splitlines() if line.split()[:1] in (["arm"], ["auto"]))
+    heading, auto, _ = (line for line in console.export_text().splitlines() if line.split()[:1] in (["arm"], ["auto"]))
     assert "at best" in heading and "1.400" in auto.split()
     assert summarize(settings, MEASURED)["least_over_bound"] is None  # without the arm that measures
 
@@ -246,3 +255,21 @@ def test_one_case_for_each_profile_and_ratio() -> None:
         ("uniform", 0.5), ("uniform", 2.0), ("heavy-end", 0.5), ("heavy-end", 2.0),
     ]  # fmt: skip
     assert cases[-1].name == "transformer, 64 tokens"
+
+
+def test_processor_time_is_told_apart_by_thread() -> None:
+    def spin() -> None:
+        while not stop.is_set():
+            pass
+
+    stop = threading.Event()
+    before_s = thread_times.processor_s()
+    thread = threading.Thread(target=spin, name="ddp_crossover-post")
+    thread.start()
+    while thread_times.processor_s()["posting"] < before_s["posting"] + 0.05:
+        time.sleep(0.01)
+    after_s = thread_times.processor_s()
+    stop.set()
+    thread.join()
+    assert after_s["reducing"] == before_s["reducing"] and after_s["training"] - before_s["training"] < 0.05
+    assert sum(after_s.values()) == pytest.approx(time.process_time(), abs=0.05)
