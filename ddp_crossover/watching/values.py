@@ -18,14 +18,13 @@ from torch.optim import Optimizer
 from ddp_crossover.cpython import is_of_c
 from ddp_crossover.walks import HOLD_NOTHING, is_tree, walk
 
-_IMMUTABLE = HOLD_NOTHING
 CONTAINERS = (list, dict)
 _PLAIN = (Number, str, enum.Enum, torch.dtype, torch.device, FunctionType, BuiltinFunctionType, type)
 
 
 def parts_of(value: Any) -> Collection[Any]:
     """What is directly in a container, without keys of dicts, or in the attributes of a record."""
-    if type(value) in _IMMUTABLE:  # the common case: most optimizers have a dozen in each group
+    if type(value) in HOLD_NOTHING:  # as most optimizers have a dozen of in each group
         return ()
     if isinstance(value, dict):
         return dict.values(value)  # not what a LazyState does, which would apply pending updates
@@ -82,7 +81,7 @@ def _same_tensors(left: Tensor, right: Tensor) -> bool:
 
 def copyable(value: Any, *also: type) -> bool:
     """Whether a value consists of numbers, strings, enums, functions and the like, and instances of ``also`` only."""
-    if type(value) in _IMMUTABLE:
+    if type(value) in HOLD_NOTHING:
         return True
     known: tuple[Any, ...] = (NoneType, list, tuple, set, frozenset, dict, *_PLAIN, *also)
     return is_tree(value, parts_of) and all(
@@ -107,18 +106,18 @@ def is_record(value: Any) -> bool:
 
 def is_immutable(value: Any) -> bool:
     """Whether it is a plain number, string or None."""
-    return type(value) in _IMMUTABLE
+    return type(value) in HOLD_NOTHING
 
 
 def can_be_written(value: Any) -> bool:
     """Whether it, or something in it, can be changed in place."""
-    return type(value) not in _IMMUTABLE and next(writable_parts(value), None) is not None
+    return type(value) not in HOLD_NOTHING and next(writable_parts(value), None) is not None
 
 
 def writable_parts(value: Any) -> Iterator[Any]:
     """Everything in a setting that can be changed in place, itself included, as often as it is there."""
     for each in all_in(value):
-        if type(each) not in _IMMUTABLE and (isinstance(each, (Tensor, set, *CONTAINERS)) or is_record(each)):
+        if type(each) not in HOLD_NOTHING and (isinstance(each, (Tensor, set, *CONTAINERS)) or is_record(each)):
             yield each
 
 
@@ -131,7 +130,7 @@ def entries_of(name: str, setting: Any) -> dict[str, Any]:
 
 def copied(value: Any) -> Any:
     """A copy, also of what it consists of; of tensors without their graph. What is not copyable stays as it is."""
-    if type(value) in _IMMUTABLE:
+    if type(value) in HOLD_NOTHING:
         return value
     return _copied(value) if is_tree(value, parts_of) else value
 
@@ -155,7 +154,7 @@ def _copied(value: Any) -> Any:
 
 def is_constant(value: Any, levels: int = 3) -> bool:
     """Whether nothing in it can be changed in place: numbers, functions and the like, and tuples of these."""
-    if type(value) in _IMMUTABLE or isinstance(value, _CONSTANT):
+    if type(value) in HOLD_NOTHING or isinstance(value, _CONSTANT):
         return True
     is_tuple = levels > 0 and isinstance(value, (tuple, frozenset))
     return is_tuple and all(is_constant(each, levels - 1) for each in value)
@@ -166,7 +165,7 @@ _CONSTANT = (*_PLAIN, NoneType, bytes, np.generic, torch.memory_format, torch.la
 
 def insides_of(value: Any) -> Collection[Any]:
     """What is directly in a container, or in the attributes of any object but tensors, functions and the like."""
-    if type(value) in _IMMUTABLE or isinstance(value, (Tensor, *_PLAIN)):
+    if type(value) in HOLD_NOTHING or isinstance(value, (Tensor, *_PLAIN)):
         return ()
     return parts_of(value) or getattr(value, "__dict__", {}).values()
 
