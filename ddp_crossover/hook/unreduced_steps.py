@@ -1,7 +1,7 @@
 """Finds steps whose gradients DDP has not reduced, although nothing has asked for that.
 
-The commonest faults of training with DDP raise nothing: a forward through ``ddp.module``, a second backward, parameters
-that were moved after DDP was built. Each rank then trains on its own gradients.
+The commonest faults of training with DDP raise nothing: a forward through ``ddp.module``, a second backward, a step in
+a hook of backward, parameters that were moved after DDP was built. Each rank then trains on its own gradients.
 
 A gradient does not tell whether a backward has left it like that, or the script has set or averaged it by itself. So
 once a step looks unreduced, a few elements of one gradient are copied in each backward from then on. If ``step()``
@@ -26,6 +26,7 @@ from ddp_crossover.pending.gradient_marks import version_of
 from ddp_crossover.pending.pending_gradient import PendingGrad
 from ddp_crossover.pending.reduced_gradients import ReducedGradients
 from ddp_crossover.report.stats import FallbackLog
+from ddp_crossover.torch_internals.autograd import is_in_backward
 from ddp_crossover.torch_internals.ddp import unmanaged_parameters
 from ddp_crossover.torch_internals.dispatch import outside_of_modes
 from ddp_crossover.watching.optimizer_snapshot import optimizer_parameters
@@ -48,6 +49,9 @@ _PAST_DDP = _Cause("did not come from a forward of DDP", f"Call ddp(x) in traini
 _SECOND = _Cause(
     "came after the one that DDP has reduced, and DDP reduces one for each forward",
     f"Add up losses before one backward. {_ON_PURPOSE}",
+)
+_NOT_ENDED = _Cause(
+    "had not ended, and DDP reduces gradients behind their hooks", f"Call step() behind backward(). {_ON_PURPOSE}"
 )
 _OUT_OF_SIGHT = _Cause(
     "was not seen by DDP, although its forward ran",
@@ -131,7 +135,9 @@ class UnreducedSteps:
         may_be_own = has_closure or not self._weighing.needs_reduction
         if may_be_own and (self._is_asked_for or not self._synchronizes):
             return
-        if self._watched is not None:
+        if self._awaits_reduction and is_in_backward():
+            self._say_in_backward(optimizer)
+        elif self._watched is not None:
             self._judge(optimizer, self._watched, gradients, was_reduced=was_reduced)
         elif not was_reduced:
             self._watch(p for p in self._parameters_of(optimizer) if p.grad is not None)
@@ -180,7 +186,7 @@ class UnreducedSteps:
         self, optimizer: Optimizer, watched: _WatchedGradient, gradients: ReducedGradients | None, *, was_reduced: bool
     ) -> None:
         parameter = watched.parameter
-        if not any(own is parameter for own in optimizer_parameters(optimizer)):
+        if parameter is None or not any(own is parameter for own in optimizer_parameters(optimizer)):
             return
         if (is_own := watched.is_of_this_rank()) is None:
             return
@@ -191,10 +197,16 @@ class UnreducedSteps:
                 cause = _SECOND
             else:
                 cause = _OUT_OF_SIGHT if self._awaits_reduction else _PAST_DDP
-            step = f"{type(optimizer).__name__}.step() at {caller()}"
-            self._say(f"{step}: the gradient of {self._names[id(parameter)]}", watched.written_at, cause)
+            self._say(optimizer, parameter, watched.written_at, cause)
         if not self._weighing.needs_reduction:
             self.remove()  # it is said, or the script averages gradients by itself
+
+    def _say_in_backward(self, optimizer: Optimizer) -> None:
+        """Say that this step, in a hook of a backward that DDP is to reduce, comes before that."""
+        if (parameter := next((p for p in self._parameters_of(optimizer) if p.grad is not None), None)) is None:
+            return
+        self._say(optimizer, parameter, SOMEWHERE, _NOT_ENDED)
+        self.remove()
 
     def _say_what_thawed(self) -> None:
         refs = ((name, ref()) for name, ref in self._frozen)
@@ -214,9 +226,10 @@ class UnreducedSteps:
             raise RuntimeError(f"{what}; gradients that are not reduced are not weighted (weighted=True). {way_out}")
         self._fallbacks.note(what, way_out)
 
-    def _say(self, gradient: str, written_at: str, cause: _Cause) -> None:
+    def _say(self, optimizer: Optimizer, parameter: Tensor, written_at: str, cause: _Cause) -> None:
+        step = f"{type(optimizer).__name__}.step() at {caller()}"
         backward = "its backward" if written_at == SOMEWHERE else f"the backward at {written_at}"
-        what = f"{gradient} was not reduced by DDP in this step"
+        what = f"{step}: the gradient of {self._names[id(parameter)]} was not reduced by DDP in this step"
         why = f"because {backward} {cause.why}"
         if self._weighing.needs_reduction:
             raise RuntimeError(f"{what}, and so not weighted (weighted=True), {why}. {cause.way_out}")
@@ -253,6 +266,9 @@ class _WatchedGradient:
         self._own = None
 
     def _is_written(self, parameter: Tensor) -> None:
+        if parameter.grad is None:  # a hook before this one has used and dropped it
+            self.forget()
+            return
         self._own = outside_of_modes(lambda: _sample(parameter).clone())
         self.written_at = caller()
         self._on_write()

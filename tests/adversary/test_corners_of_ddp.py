@@ -93,10 +93,24 @@ def test_two_lines_of_the_guide_instead_of_attach(run: Script) -> None:
 
 @adversarial(fallback="", strict=False)
 def test_optimizer_in_backward_drifts_as_under_plain_ddp(run: Script) -> None:
+    _optimize_in_backward(run, drop=False)
+
+
+@adversarial(fallback="had not ended, and DDP reduces gradients behind their hooks", strict=False)
+def test_optimizer_in_backward_that_drops_gradients_drifts_as_under_plain_ddp(run: Script) -> None:
+    _optimize_in_backward(run, drop=True)
+
+
+def _optimize_in_backward(run: Script, *, drop: bool) -> None:
+    def optimize(p: torch.Tensor) -> None:
+        optimizers[p].step()
+        if drop:
+            optimizers[p].zero_grad()
+
     net = mlp()
     optimizers = {p: SGD([p], lr=0.1) for p in net.parameters()}
     for p in net.parameters():
-        p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
+        p.register_post_accumulate_grad_hook(optimize)
     model = run.ddp(net, gradient_as_bucket_view=False)
     run.attach(model, *optimizers.values())
     for x, y in run.batches(3):

@@ -25,6 +25,7 @@ from unreduced import (
     past_ddp,
     second_backward,
     second_backward_alone,
+    stepped_in_hook,
 )
 
 
@@ -45,6 +46,7 @@ KINDS = {
     second_backward_alone: ["usual", "static"],
     alone_on_purpose: ["usual", "views"],
     past_ddp: ["usual"],
+    stepped_in_hook: ["usual"],  # views show what plain DDP has divided already, and leaves to a communication hook
     parametrized: ["unused"],
 }
 CASES = [(kind, ddp) for kind, settings in KINDS.items() for ddp in settings]
@@ -85,6 +87,8 @@ def test_shards_are_never_made_of_them(on_ranks, kind, ddp, first) -> None:
         (alone_on_purpose, IN_PIPELINE, "views", "which were not reduced and so not weighted"),
         (second_backward, IN_PIPELINE, "usual", "which were not reduced and so not weighted"),
         (second_backward, IN_PIPELINE, "static", "which were not reduced and so not weighted"),
+        (stepped_in_hook, 0, "usual", "which were not reduced and so not weighted"),
+        (stepped_in_hook, IN_PIPELINE, "views", "which were not reduced and so not weighted"),
         (parametrized, 0, "unused", "DDP takes 0.weight for unused"),
         (parametrized, IN_PIPELINE, "unused", "DDP takes 0.weight for unused"),
     ],

@@ -108,6 +108,18 @@ def averaged_after_no_sync(script: Script, step: int) -> None:
     script.average()
 
 
+def stepped_in_hook(script: Script, step: int) -> None:
+    """An update behind the gradient that comes last, as memory is saved with an optimizer for each parameter."""
+
+    def optimize(_: Tensor) -> None:
+        script.optimizer.step()
+        script.optimizer.zero_grad()
+
+    handle = next(script.net.parameters()).register_post_accumulate_grad_hook(optimize)
+    script.backward(step)
+    handle.remove()
+
+
 class _Negative(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         return -weight
