@@ -45,7 +45,7 @@ from ddp_crossover.watching.caches import caches_among, why_updates_may_differ
 from ddp_crossover.watching.known_optimizers import KnownOptimizers
 from ddp_crossover.watching.lazy_state import make_state_lazy, make_state_plain, why_state_is_shared
 from ddp_crossover.watching.optimizer_snapshot import StandIn, is_of_torch, optimizer_parameters, shared_state
-from ddp_crossover.watching.state_entries import entries_of_state, why_entries_depend
+from ddp_crossover.watching.state_entries import entries_of_state, look_at_all, why_entries_depend
 from ddp_crossover.watching.step_watch import StepWatch
 
 _TOO_LATE = (
@@ -116,6 +116,7 @@ class DeferredUpdates:
             params, self.after_update, early_reads, fallbacks, write, gathers, early_answers, strict=strict
         )
         self._optimizers = KnownOptimizers(optimizers, self._name_of)
+        look_at_all()  # these may have been loaded with tensors of others
         self._deferrable = Deferrable(params, early_reads, fallbacks)
         self._stepped_in = -1
         # This hook is global to the process, so a strong reference would keep the model alive.
@@ -132,7 +133,7 @@ class DeferredUpdates:
             self._handles += [
                 after,
                 optimizer.register_step_pre_hook(self._before_step),
-                optimizer.register_load_state_dict_pre_hook(lambda *_: params.use_all()),
+                optimizer.register_load_state_dict_pre_hook(lambda *_: self._before_load()),
                 # Torch collects the param groups before the state, and updates may count in them.
                 optimizer.register_state_dict_pre_hook(lambda _: self._flush_state()),
             ]
@@ -158,6 +159,10 @@ class DeferredUpdates:
     def pipeline(self) -> Pipeline | None:
         """The pipeline whose parameters' updates are deferred; None: gradients travel by plain all-reduces."""
         return self.runner.pipeline
+
+    def _before_load(self) -> None:
+        self._params.use_all()
+        look_at_all()
 
     def _flush_state(self) -> None:
         # Also while the last update is being written, perhaps by another thread: this waits for it.

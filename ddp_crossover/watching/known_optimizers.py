@@ -38,6 +38,7 @@ class KnownOptimizers:
     def __init__(self, optimizers: Sequence[Optimizer], name_of: Callable[[Tensor], str]) -> None:
         self._known = {optimizer: _Known(optimizer) for optimizer in optimizers}
         self._name_of = name_of
+        _of_models.add(self)
 
     def __iter__(self) -> Iterator[Optimizer]:
         return iter(self._known)
@@ -78,6 +79,14 @@ class KnownOptimizers:
 
     def drop_references(self) -> None:
         self._known.clear()
+
+
+_of_models: weakref.WeakSet[KnownOptimizers] = weakref.WeakSet()
+
+
+def attached_optimizers() -> list[Optimizer]:
+    """Those of all models of this process, each once."""
+    return list(dict.fromkeys(optimizer for known in list(_of_models) for optimizer in known))
 
 
 class _Known:

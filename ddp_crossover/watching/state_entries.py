@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ddp_crossover.torch_internals.memory import Memory, memory_of, which_overlap
 from ddp_crossover.walks import walk
 from ddp_crossover.watching.foreach import DTYPES_ALIKE
+from ddp_crossover.watching.known_optimizers import attached_optimizers
 from ddp_crossover.watching.lazy_state import LazyState
 from ddp_crossover.watching.values import insides_of, is_constant, writable_parts
 
@@ -28,11 +29,13 @@ class Entries(NamedTuple):
             A step takes others, such as whole numbers of steps; with ``foreach=True`` it does not.
         held: ids of the parameters of whose entry something else refers to a part, as to an object that a script has
             put there. A script may read and change that past ``optimizer.state``.
+        others_share: whether another attached optimizer has a part of them, too: ``load_state_dict`` copies no tensors.
     """
 
     share_memory: bool
     are_usual: bool
     held: frozenset[int] = frozenset()
+    others_share: bool = False
 
 
 def entries_of_state(optimizer: Optimizer) -> Entries:
@@ -41,31 +44,44 @@ def entries_of_state(optimizer: Optimizer) -> Entries:
     if not isinstance(state, dict):  # of a class that skips ``Optimizer.__init__``
         return Entries(False, False)
     if not isinstance(state, LazyState):
-        return _look(state)
+        return _look(optimizer)
     known: Entries | None = state.entries
     state.answers += 1
     # Nobody sees that a script lets go of what it has held, and each look takes milliseconds.
     if known is None or (known.held and state.answers >= _ANSWERS_IF_HELD):
-        known = state.entries = _look(state)
+        known = state.entries = _look(optimizer)
         state.answers = 0
     return known
 
 
 def why_entries_depend(optimizer: Optimizer) -> str | None:
-    """Why the update of one parameter changes the state of another one; None if it does not."""
-    if not entries_of_state(optimizer).share_memory:
-        return None
-    return "parameters share a part of its state, which each update changes. Give each a copy of its own"
+    """Why updates that change the state of one parameter change another one's, too; None if they do not."""
+    known = entries_of_state(optimizer)
+    if known.share_memory:
+        return "parameters share a part of its state, which each update changes. Give each a copy of its own"
+    if known.others_share:
+        return "another optimizer has a part of its state, which both change. Load a copy.deepcopy() of a state_dict()"
+    return None
 
 
-def _look(state: dict[Any, Any]) -> Entries:
+def look_at_all() -> None:
+    """Apply what is pending of all attached optimizers, and look at their entries anew: two may share some now."""
+    for optimizer in attached_optimizers():
+        if isinstance(state := vars(optimizer).get("state"), LazyState):
+            state.apply_pending()
+
+
+def _look(optimizer: Optimizer) -> Entries:
+    state: dict[Any, Any] = optimizer.state
     held = _held(state)  # first, because the entries below are references, too
     # The methods of a LazyState would count as a look of others.
     entries = [(key, entry) for key, entry in dict.items(state) if isinstance(key, Tensor)]
+    others = [vars(other).get("state") for other in attached_optimizers() if other is not optimizer]
     return Entries(
         share_memory=_share_memory([entry for _, entry in entries]),
         are_usual=all(_is_usual(parameter, entry) for parameter, entry in entries if isinstance(entry, dict)),
         held=held,
+        others_share=bool(entries) and any(_share_memory([state, other]) for other in others),
     )
 
 
@@ -89,7 +105,7 @@ def _is_held(state: dict[Any, Any], key: Tensor) -> bool:
 
 
 def _share_memory(entries: Sequence[Any]) -> bool:
-    """Whether two entries have one list, dict or object, or tensors whose memory overlaps."""
+    """Whether two entries, or two whole states, have one list, dict or object, or tensors whose memory overlaps."""
     owner: dict[int, int] = {}
     places: list[tuple[Memory | None, int]] = []
     for number, entry in enumerate(entries):

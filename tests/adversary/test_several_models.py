@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -78,3 +80,46 @@ def test_two_models_around_one_encoder_add_up_its_gradients(run: Script) -> None
             loss.backward()
             run.log(loss)
         optimizer.step()
+
+
+@adversarial(fallback="another optimizer has a part of its state")
+def test_a_population_whose_worst_takes_the_state_of_the_best(run: Script) -> None:
+    """`load_state_dict()` copies no tensors: both optimizers write to the same moments from then on."""
+    models = [run.ddp(mlp(outputs=2)) for _ in range(2)]
+    optimizers = [Adam(model.parameters(), lr=0.02) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        run.attach(model, optimizer)
+    for step, (x, _) in enumerate(run.batches()):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            run.log(loss)
+        if step % 4 == 3:
+            best = step // 4 % 2
+            models[1 - best].module.load_state_dict(models[best].module.state_dict())
+            optimizers[1 - best].load_state_dict(optimizers[best].state_dict())
+
+
+@adversarial(fallback="another optimizer has a part of its state", deferred=6)
+def test_an_optimizer_loads_what_another_one_of_its_model_had_a_step_ago(run: Script) -> None:
+    model = run.ddp(nn.Sequential(mlp(outputs=8), mlp(outputs=8)))
+    one, other = optimizers = [Adam(net.parameters(), lr=0.02) for net in model.module]
+    run.attach(model, *optimizers)
+    checkpoint = one.state_dict()
+    for step, (x, _) in enumerate(run.batches(16)):
+        model.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        if step == 7:
+            other.load_state_dict(checkpoint)
+        for optimizer in optimizers:
+            optimizer.step()
+        if step == 6:
+            checkpoint = one.state_dict()
+        elif step == 8:
+            run.log([own["exp_avg"].clone() for own in other.state.values()])
+        elif step == 10:
+            other.load_state_dict(copy.deepcopy(other.state_dict()))
+        run.log(loss)

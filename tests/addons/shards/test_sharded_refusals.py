@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from collections.abc import Callable
@@ -227,6 +228,36 @@ def _memory_of_two_parameters() -> None:
 
 def test_parameters_that_share_memory_are_refused_for_as_long_as_they_do() -> None:
     run_ranks(_memory_of_two_parameters, 2)
+
+
+def _state_of_another_optimizer() -> None:
+    """Shards would be copies of what plain DDP's optimizers share."""
+    models = [_model(), _model()]
+    optimizers = [AdamW(ddp.parameters(), lr=0.1) for ddp in models]
+    states = [
+        dx.attach(ddp, optimizer, shard_optimizer=True) for ddp, optimizer in zip(models, optimizers, strict=True)
+    ]
+
+    def step() -> None:
+        for ddp, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            ddp(torch.randn(3, INPUTS)).sum().backward()
+            optimizer.step()
+
+    step()
+    for state in states:
+        state.consolidate()
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    with pytest.raises(RuntimeError, match="another optimizer has a part of its state"):
+        step()
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    step()
+    for state in states:
+        state.detach()
+
+
+def test_two_optimizers_that_share_their_state_are_refused() -> None:
+    run_ranks(_state_of_another_optimizer, 2)
 
 
 def test_refused_in_a_step() -> None:
