@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ddp_crossover.torch_internals.memory import Memory, memory_of, which_overlap
@@ -92,12 +93,13 @@ def _held(state: dict[Any, Any]) -> frozenset[int]:
 def _is_held(state: dict[Any, Any], key: Tensor) -> bool:
     """Whether something in an entry that can change has more references than those that lead to it from the state."""
     # Not the entry and its tensors, to which a checkpoint refers that a script has saved or loaded and keeps: nothing
-    # would be deferred any more.
+    # would be deferred any more. A parameter there is one of a model.
     entry = dict.get(state, key)
     alone: list[Any] = [[], 0]  # has the references that there are here to each
     found = {0: alone}
     for each in walk(entry, insides_of):
-        if each is not entry and not isinstance(each, Tensor) and not is_constant(each):
+        is_tensor = isinstance(each, Tensor) and not isinstance(each, Parameter)
+        if each is not entry and not is_tensor and not is_constant(each):
             found.setdefault(id(each), [each, 0])[1] += 1
     each = None
     excess = [sys.getrefcount(value) - count for value, count in found.values()]
