@@ -40,7 +40,7 @@ from ddp_crossover.step.step_call import (
 )
 from ddp_crossover.step.update_runner import EarlyAnswers, UpdateRunner
 from ddp_crossover.torch_internals.optimizers import has_hooks, move_to_back, move_to_front, step_pre_hooks
-from ddp_crossover.watching.at_sight import why_no_copy, why_parameters_repeat
+from ddp_crossover.watching.at_sight import why_names_matter, why_no_copy, why_parameters_repeat
 from ddp_crossover.watching.caches import caches_among, why_updates_may_differ
 from ddp_crossover.watching.known_optimizers import KnownOptimizers
 from ddp_crossover.watching.lazy_state import make_state_lazy, make_state_plain, why_state_is_shared
@@ -239,6 +239,7 @@ class DeferredUpdates:
             or why_entries_depend(optimizer)
             or why_no_copy(optimizer, verdict.counters)
             or why_parameters_repeat(optimizer)
+            or why_names_matter(optimizer, verdict.outside)
             or (_TOO_LATE if pipeline.awaits_backward else None)
             or why_closure_waits(user_closure, verdict)
             or (_CLOSURE_WITH_SHARED_STATE if user_closure is not None and shared_state(optimizer) else None)

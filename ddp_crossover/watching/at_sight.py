@@ -64,6 +64,13 @@ def why_parameters_repeat(optimizer: Optimizer) -> str | None:
     return "a parameter is more than once in its param groups, and each step updates it as often"
 
 
+def why_names_matter(optimizer: Optimizer, found: Outside) -> str | None:
+    """Why a deferred update would lack the names of its parameters, or None: asked in each step as well."""
+    if "param_names" in found.mentions and any("param_names" in group for group in optimizer.param_groups):
+        return "its step() goes by the names of parameters (param_names), which a deferred update of some has not"
+    return None
+
+
 def _why_places_may_matter(optimizer: Optimizer, found: Outside) -> str | None:
     """Describe a setting that may have an entry for each parameter, by its place in the list; None without any.
 
@@ -147,8 +154,8 @@ def _why_settings_may_change(optimizer: Optimizer, found: Outside) -> str | None
     if found.unknown is not None:
         reads = f"its step() reads {found.unknown}"
         return f"{reads}, which may change before a deferred update runs. Pass it in a param group"
-    if "param_names" in found.mentions and any("param_names" in group for group in optimizer.param_groups):
-        return "its step() goes by the names of parameters (param_names), which a deferred update of some has not"
+    if (reason := why_names_matter(optimizer, found)) is not None:
+        return reason
     if "torch.compile" in found.mentions:
         return "its step() runs compiled functions, which cannot be watched: torch runs them uncompiled then"
     return None

@@ -49,7 +49,7 @@ from ddp_crossover.step.run_updates import DeferredUpdate, as_if_called_by_the_u
 from ddp_crossover.step.step_call import closure_of, why_call_waits, why_closure_waits
 from ddp_crossover.step.update_runner import EarlyAnswers
 from ddp_crossover.torch_internals.autograd import unrecorded
-from ddp_crossover.watching.at_sight import why_parameters_repeat
+from ddp_crossover.watching.at_sight import why_names_matter, why_parameters_repeat
 from ddp_crossover.watching.caches import why_no_shards
 from ddp_crossover.watching.optimizer_snapshot import OptimizerSnapshot, StandIn, is_of_torch
 from ddp_crossover.watching.outside_settings import Outside
@@ -182,6 +182,7 @@ class ShardedUpdates(DeferredUpdates):
             or why_call_waits(args, kwargs)
             or why_entries_depend(optimizer)
             or why_parameters_repeat(optimizer)
+            or why_names_matter(optimizer, verdict.outside)
             or why_attributes_matter(optimizer)
             or self._why_not_in_slices(optimizer)
             or why_no_shards(optimizer, verdict.counters)
