@@ -57,13 +57,10 @@ class StandIn:
         self.take([[] for _ in original.param_groups])  # a step may read settings before it calls its closure
         for name in STEP_HOOKS:
             hooks = {key: hook for key, hook in getattr(original, name).items() if not is_ours(hook)}
-            setattr(self.optimizer, name, OrderedDict((key, self._for_original(hook)) for key, hook in hooks.items()))
+            setattr(self.optimizer, name, OrderedDict((k, _called_with(original, hook)) for k, hook in hooks.items()))
 
     def use_state(self, state: Any) -> None:
         self.optimizer.state = state
-
-    def _for_original(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda _, args, kwargs: hook(self.original, args, kwargs)
 
     def take(self, parameters: Sequence[list[Tensor]]) -> None:
         """Set the parameters to step on, given for each param group."""
@@ -245,6 +242,10 @@ def _attributes_of_then(updates: Sequence[ToUpdate], attributes: Mapping[Tensor,
         for (parameter, memory), own in zip(updates, before, strict=True):
             vars(parameter).update((name, value) for name, value in vars(memory).items() if value is not own.get(name))
             memory.__dict__ = vars(parameter)
+
+
+def _called_with(original: Optimizer, hook: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda _, args, kwargs: hook(original, args, kwargs)
 
 
 def _object_like(optimizer: Optimizer, attributes: Mapping[str, Any]) -> Optimizer:
