@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ddp_crossover.dear import Phase, Pipeline
@@ -44,7 +44,7 @@ from ddp_crossover.watching.at_sight import why_names_matter, why_no_copy, why_p
 from ddp_crossover.watching.caches import caches_among, why_updates_may_differ
 from ddp_crossover.watching.known_optimizers import KnownOptimizers
 from ddp_crossover.watching.lazy_state import make_state_lazy, make_state_plain, why_state_is_shared
-from ddp_crossover.watching.optimizer_snapshot import StandIn, is_of_torch, optimizer_parameters, shared_state
+from ddp_crossover.watching.optimizer_snapshot import StandIn, optimizer_parameters, shared_state
 from ddp_crossover.watching.state_entries import entries_of_state, look_at_all, why_entries_depend
 from ddp_crossover.watching.step_watch import StepWatch
 
@@ -119,10 +119,11 @@ class DeferredUpdates:
         look_at_all()  # these may have been loaded with tensors of others
         self._deferrable = Deferrable(params, early_reads, fallbacks)
         self._stepped_in = -1
-        # This hook is global to the process, so a strong reference would keep the model alive.
-        after_any = weakref.WeakMethod(self._after_any_step)
+        # These hooks are global to the process, so strong references would keep the model alive.
+        before_any, after_any = map(weakref.WeakMethod, (self._before_any_step, self._after_any_step))
         self._handles: list[RemovableHandle] = [
-            register_optimizer_step_post_hook(lambda other, *_: (call := after_any()) and call(other))
+            register_optimizer_step_pre_hook(lambda one, *_: (call := before_any()) and call(one)),
+            register_optimizer_step_post_hook(lambda one, *_: (call := after_any()) and call(one)),
         ]
         for optimizer in self._optimizers:  # each once, even if it was given twice
             if not has_hooks(optimizer):
@@ -199,6 +200,11 @@ class DeferredUpdates:
 
     # One call of `optimizer.step()`.
 
+    def _before_any_step(self, optimizer: Optimizer) -> None:
+        """Run last in this step: torch calls hooks of all optimizers before it goes through those of this one."""
+        if optimizer in self._optimizers and has_hooks(optimizer):
+            move_to_back(optimizer, self._before_step)
+
     def _after_any_step(self, optimizer: Optimizer) -> None:
         """Report an optimizer that was not attached, unless an attached one has stepped in this iteration."""
         pipeline = self.pipeline
@@ -247,12 +253,7 @@ class DeferredUpdates:
         )
         if reason is not None:
             self._note_waits(optimizer, reason)
-        # Hooks that were added since the last step run after this one, in this step only; a closure runs after them.
-        # One of ours alone returns no loss, which torch's own steps do without.
-        is_last = self._runs_last(optimizer)
-        takes_closure = verdict.calls_closure and (user_closure is not None or is_of_torch(optimizer))
-        can_divide = is_last or takes_closure
-        if reason is not None or self._is_to_be_watched(optimizer) or not can_divide:
+        if reason is not None or self._is_to_be_watched(optimizer):
             self.runner.note_written()
             self._early_reads.explain()
             if pipeline.phase is Phase.REDUCED:
@@ -266,14 +267,14 @@ class DeferredUpdates:
             if step.divide(self.pipeline, self._deferrable):
                 self.runner.note_written()
 
-        if user_closure is None and is_last:
+        if user_closure is None:
             # This is the last moment before the optimizer reads the gradients, after all other hooks.
             divide()
             return (step.stand_in.optimizer,), {}
 
         def closure() -> Any:
             # It may run a forward and backward, as in Lightning.
-            loss = None if user_closure is None else user_closure()
+            loss = user_closure()
             divide()
             return loss
 
@@ -327,14 +328,6 @@ class DeferredUpdates:
             slots = [pipeline.slot_of.get(parameter) for parameter in optimizer_parameters(optimizer)]
             pipeline.updates.apply([slot for slot in slots if slot is not None])
 
-    def _runs_last(self, optimizer: Optimizer) -> bool:
-        """Whether no hook that a script has added since the last step runs after ours, in this step."""
-        return is_ours(step_pre_hooks(optimizer)[-1])
-
-    def _run_last_again(self, optimizer: Optimizer) -> None:
-        if not self._runs_last(optimizer):
-            move_to_back(optimizer, self._before_step)
-
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step, self._running = self._running, None
         later: list[LazyParam] = []
@@ -342,7 +335,6 @@ class DeferredUpdates:
             for owner in _owners_of(optimizer):
                 owner._optimizers.learn(optimizer, watch.seen)
             watch.forget()
-        self._run_last_again(optimizer)
         if step is not None:
             step.stand_in.give_back()
             if step.snapshot is not None:

@@ -82,6 +82,14 @@ def replace(pair: Pair) -> list[Tensor]:
     return read(pair)
 
 
+def add_a_hook(pair: Pair) -> list[Tensor]:
+    def slow_down(optimizer: Optimizer, *_: Any) -> None:
+        optimizer.param_groups[0]["lr"] *= 0.9
+
+    pair.optimizer.register_step_pre_hook(slow_down)
+    return []
+
+
 def detach_first(pair: Pair) -> list[Tensor]:
     if 0 in pair.states:
         pair.states[0].detach()
@@ -101,7 +109,7 @@ def detach_and_attach_anew(pair: Pair) -> list[Tensor]:
     return read(pair)
 
 
-LOOKS = [read, edit, replace, detach_first, detach_second, detach_and_attach_anew]
+LOOKS = [read, edit, replace, add_a_hook, detach_first, detach_second, detach_and_attach_anew]
 
 
 def _train(look: Callable[[Pair], list[Tensor]], attach: tuple[int, ...], *options: dict[str, Any]) -> list[Tensor]:

@@ -353,9 +353,6 @@ def _adds_a_hook(run: Run) -> Iterator[Any]:
         yield loss
 
 
-def test_a_step_without_a_closure_is_given_none_also_behind_a_new_hook(on_ranks) -> None:
-    check_case(Case(_adds_a_hook, DeepNet, optimizer(DetachesLoss)), on_ranks)
-
-
-def test_nor_is_a_step_of_shards(on_ranks) -> None:
-    check_case(Case(plain_loop, DeepNet, optimizer(DetachesLoss), dear={"shard_optimizer": True}), on_ranks)
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_step_without_a_closure_is_given_none_also_behind_a_new_hook(on_ranks, shard: bool) -> None:
+    check_case(Case(_adds_a_hook, DeepNet, optimizer(DetachesLoss), dear={"shard_optimizer": shard}), on_ranks)

@@ -216,7 +216,7 @@ class ShardedUpdates(DeferredUpdates):
             self._call = ShardCall(stand_in, snapshot, verdict.outside, group_of)
             return loss
 
-        if user_closure is None and (self._runs_last(optimizer) or not verdict.calls_closure):
+        if user_closure is None:
             closure()
             return (stand_in.optimizer,), {}
         return (stand_in.optimizer,), {"closure": closure}
@@ -253,7 +253,6 @@ class ShardedUpdates(DeferredUpdates):
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call, self._call = self._call, None
         has_begun, self._has_begun = self._has_begun, False
-        self._run_last_again(optimizer)
         if not has_begun:  # attached in the closure of this step, which updates whole parameters, as plain DDP does
             return
         if self._steps_whole:
