@@ -150,6 +150,20 @@ def _has_odd_state(optimizer: Optimizer, with_state: bool) -> str | None:
     return None
 
 
+def unscales_gradients(optimizer: Optimizer) -> bool:
+    """Whether a step that a GradScaler has given its scale divides ``.grad`` by it; else it leaves that as it is."""
+    return ask(_unscales, optimizer, lambda error: False)
+
+
+def _unscales(optimizer: Optimizer, with_state: bool) -> bool:
+    clone = Clone(optimizer, with_state)
+    before = clone.set_gradients(0)
+    one = torch.ones((), device=clone.parameters[0].device)
+    vars(clone.optimizer).update(grad_scale=2 * one, found_inf=0 * one)
+    raw_step(clone.optimizer)(clone.optimizer)
+    return not same([parameter.grad for parameter in clone.parameters], before)
+
+
 class _Slices:
     """Steps the parameters of a clone in slices, as a sharded step does."""
 

@@ -54,7 +54,7 @@ class ShardCall(NamedTuple):
         return isinstance(self.snapshot.optimizer, LayerSumOptimizer)
 
     def unscaling(self) -> Tensor | None:
-        """What a fused optimizer multiplies gradients by, in place; None if it leaves them as they are."""
+        """What an optimizer multiplies gradients by that a GradScaler leaves this to; None if it has left nothing."""
         if self.grad_scale is None:
             return None
         factor = self.grad_scale.reciprocal()

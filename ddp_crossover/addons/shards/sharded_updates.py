@@ -372,7 +372,8 @@ class ShardedUpdates(DeferredUpdates):
 
     def _unscale(self, call: ShardCall) -> None:
         """Do with whole gradients what an optimizer has done that unscales gradients in place."""
-        if (factor := call.unscaling()) is None:
+        factor = call.unscaling()
+        if factor is None or not self._table.unscales[self._numbers[call.snapshot.optimizer]]:
             return
         pipeline = self.pipeline
         with torch.no_grad():

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ddp_crossover.addons.optimizers.lamb import LAMB
 from ddp_crossover.addons.optimizers.lars import LARS
 from ddp_crossover.addons.optimizers.layer_sums import LayerSumOptimizer
-from ddp_crossover.addons.shards.by_element import why_not_by_element, why_not_shared
+from ddp_crossover.addons.shards.by_element import unscales_gradients, why_not_by_element, why_not_shared
 from ddp_crossover.addons.shards.ownership import Ownership, ParameterRange, in_equal_parts, owners_by_cost
 from ddp_crossover.comm.link import Link
 from ddp_crossover.pipeline.staging import gradient_stride
@@ -59,6 +59,7 @@ class ShardTable:
         parameters: one entry per parameter, in the same order.
         owners: the ranks that update whole parameters.
         why_whole: for each optimizer, why its parameters have owners; None if ranks share them.
+        unscales: for each optimizer, whether it unscales gradients in place, if a GradScaler leaves that to it.
 
     Raises:
         ValueError: for an optimizer that cannot be sharded; the message says why, and the way out.
@@ -68,9 +69,11 @@ class ShardTable:
         index_of = {id(parameter): index for index, (_, parameter) in enumerate(named)}
         self.owners: dict[int, int] = {}
         self.why_whole: list[str | None] = []
+        self.unscales: list[bool] = []
         optimizer_of: dict[int, int] = {}
         for number, optimizer in enumerate(optimizers):
             _refuse_optimizer(optimizer)
+            self.unscales.append(unscales_gradients(optimizer))
             mine = sorted(index_of[id(p)] for p in _trained(optimizer, index_of))  # their order may differ on ranks
             for index in mine:
                 if optimizer_of.setdefault(index, number) != number:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import wirings
 from equivalence import ADAMW, SGD, STEPS, Case, check_case, optimizer
 from models import MatrixNet, OddNet
 from optimizers import MUON, OPTIMIZERS, interleaved_optimizers
-from own_optimizers import LooksAtItsGroupFirst
+from own_optimizers import LooksAtItsGroupFirst, OwnOptimizer
 
 SHARDED = MappingProxyType({"shard_optimizer": True})
 BUCKET_VIEWS = {"gradient_as_bucket_view": True}
@@ -78,6 +79,34 @@ def test_groups_of_one_element_and_one_group(on_ranks, schedule: str, fusion_mb:
 @pytest.mark.parametrize("wire_dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_wire(on_ranks, wire_dtype: torch.dtype, optimizer) -> None:
     check(Case(world_size=3, optimizer=optimizer, dear={"wire_dtype": wire_dtype}), on_ranks)
+
+
+class UnscalesByItself(OwnOptimizer):
+    """Takes the scale from a GradScaler, and leaves `.grad` as it is."""
+
+    _step_supports_amp_scaling = True
+    in_place = False
+
+    def update(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        factor = 1 / getattr(self, "grad_scale", torch.ones(()))
+        if not getattr(self, "found_inf", 0):
+            for p in parameters:
+                p.sub_((p.grad.mul_(factor) if self.in_place else p.grad * factor) * group["lr"])
+
+
+class UnscalesInPlace(UnscalesByItself):
+    in_place = True
+
+
+@pytest.mark.parametrize(
+    "made_by",
+    [optimizer(UnscalesByItself), optimizer(UnscalesInPlace), OPTIMIZERS["adamw_fused"]],
+    ids=["by itself", "in place", "fused"],
+)
+@pytest.mark.parametrize("norms", ["exact", "sharded"])
+def test_gradients_are_what_an_optimizer_leaves_that_unscales_them(on_ranks, made_by, norms: str) -> None:
+    loop = partial(gradient_loops.scaler, own=norms == "sharded")
+    check(Case(loop, optimizer=made_by, dear={"norms": norms}, pipelined=False), on_ranks)
 
 
 @pytest.mark.parametrize("through", ["through_state_dicts", "through_get_state_dict", "through_distributed_checkpoint"])
