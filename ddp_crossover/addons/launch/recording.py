@@ -8,10 +8,11 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_crossover.addons.launch.errand import STEPS_MADE, Errand
 from ddp_crossover.hook.unwrapping import live_objects
+from ddp_crossover.walks import walk
+from ddp_crossover.watching.values import insides_of, is_constant
 
 Models = Sequence[DistributedDataParallel]
 
@@ -89,6 +92,25 @@ def digest(tensor: Tensor) -> str:
     """Return a digest of the tensor's values, dtype and shape."""
     values = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
     return hashlib.blake2b(values.tobytes(), digest_size=8, key=f"{tensor.dtype}{[*tensor.shape]}".encode()).hexdigest()
+
+
+def described(value: Any) -> str:
+    """Return what two runs have to agree on: tensors and numbers in it, and the classes and sizes of what holds them.
+
+    Not by ``repr``, which leaves out most of a tensor, shows where objects are, and ends at a thousand levels.
+    """
+    return " ".join(map(_described, walk(value, _with_keys)))
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return digest(value)
+    is_shown = (is_constant(value, levels=0) and not callable(value)) or isinstance(value, np.ndarray)
+    return repr(value) if is_shown else f"{type(value).__qualname__}({len(_with_keys(value))})"
+
+
+def _with_keys(value: Any) -> Collection[Any]:
+    return [*dict.keys(value), *dict.values(value)] if isinstance(value, dict) else insides_of(value)
 
 
 def named(what: str, models: Models) -> Iterator[tuple[str, Tensor]]:

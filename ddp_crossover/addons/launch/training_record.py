@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from ddp_crossover.addons.launch.auto import Auto
 from ddp_crossover.addons.launch.errand import Errand
-from ddp_crossover.addons.launch.recording import Models, Recording, digest, digests, named
+from ddp_crossover.addons.launch.recording import Models, Recording, described, digest, digests, named
 from ddp_crossover.comm.all_reduce import family_of
 from ddp_crossover.moments import Follower
 from ddp_crossover.pending.pending_parameter import PendingParameter
@@ -119,10 +119,10 @@ def _tensors(tensors: Any) -> list[Tensor]:
 
 
 def _state_of(optimizer: Optimizer, names: dict[int, str]) -> dict[str, str]:
-    """Digests of an optimizer's state by the name of the parameter and the key."""
+    """What is in an optimizer's state, by the name of the parameter and the key."""
     state = {}
     for place, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         for key, value in optimizer.state.get(parameter, {}).items():
             name = f"{type(optimizer).__name__}: {key} of {names.get(id(parameter), f'parameter {place}')}"
-            state[name] = digest(value) if isinstance(value, Tensor) else repr(value)
+            state[name] = described(value)
     return state
