@@ -117,7 +117,17 @@ def why_not_shared(optimizer: Optimizer) -> str | None:
     """Why ranks cannot share the state that this optimizer makes, whoever has it; None if they can."""
     questions = (_has_odd_state, _has_state_without_gradient)
     # `why_not_separable` tells of an error.
-    return next(filter(None, (ask(question, optimizer, lambda error: None) for question in questions)), None)
+    reasons = (ask(question, optimizer, lambda error: None) for question in questions)
+    return next(filter(None, reasons), None) or why_state_stays(optimizer)
+
+
+def why_state_stays(optimizer: Optimizer) -> str | None:
+    """Why what it has of a state, as from a checkpoint, cannot travel to other ranks; None if it can."""
+    for key, state in dict.items(optimizer.state):  # a ShardedState shows nothing else
+        for name, value in state.items() if isinstance(state, dict) else [("state", state)]:
+            if isinstance(key, Tensor) and not isinstance(value, (Tensor, *SCALARS)):
+                return f"its state holds a {type(value).__name__} in {name!r}; tensors, numbers and strings travel"
+    return None
 
 
 def _has_state_without_gradient(optimizer: Optimizer, with_state: bool) -> str | None:
@@ -141,13 +151,10 @@ def _has_odd_state(optimizer: Optimizer, with_state: bool) -> str | None:
     clone.set_gradients(0)
     raw_step(clone.optimizer)(clone.optimizer)
     known = {id(parameter) for parameter in clone.parameters}
-    for key, state in clone.optimizer.state.items():
+    for key in clone.optimizer.state:
         if id(key) not in known:
             return f"it keeps state under {key!r}, which is no parameter"
-        for name, value in state.items() if isinstance(state, dict) else [("state", state)]:
-            if not isinstance(value, (Tensor, *SCALARS)):
-                return f"its state holds a {type(value).__name__} in {name!r}; tensors, numbers and strings travel"
-    return None
+    return why_state_stays(clone.optimizer)
 
 
 def unscales_gradients(optimizer: Optimizer) -> bool:

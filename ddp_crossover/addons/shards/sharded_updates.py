@@ -27,7 +27,7 @@ from ddp_crossover.addons.shards.between_ranks import (
     require_same_gradients,
     require_same_parameters,
 )
-from ddp_crossover.addons.shards.by_element import why_not_by_element
+from ddp_crossover.addons.shards.by_element import why_not_by_element, why_state_stays
 from ddp_crossover.addons.shards.errors_of_ranks import ErrorsOfRanks
 from ddp_crossover.addons.shards.own_shards import OwnShards, ShardCall
 from ddp_crossover.addons.shards.ownership import Ownership, ParameterRange, everything, only
@@ -181,6 +181,7 @@ class ShardedUpdates(DeferredUpdates):
             self._optimizers.why_not(optimizer)
             or why_call_waits(args, kwargs)
             or why_entries_depend(optimizer)
+            or why_state_stays(optimizer)
             or why_parameters_repeat(optimizer)
             or why_names_matter(optimizer, verdict.outside)
             or why_attributes_matter(optimizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import os
 from collections.abc import Callable
@@ -92,7 +93,10 @@ def test_what_looks_at_whole_tensors_gets_whole_tensors(function) -> None:
 def test_state_that_cannot_travel() -> None:
     assert "under 'all'" in (why_not_shared(twisted(counts)(OddNet().parameters())) or "")
     assert "dict in 'more'" in (why_not_shared(twisted(keeps_a_dict)(OddNet().parameters())) or "")
-    assert why_not_shared(AdamW(OddNet().parameters())) is None
+    optimizer = AdamW(OddNet().parameters())
+    assert why_not_shared(optimizer) is None
+    optimizer.state[optimizer.param_groups[0]["params"][0]]["more"] = [1.0]
+    assert "list in 'more'" in (why_not_shared(optimizer) or "")
 
 
 class _CountsAbsences(OwnOptimizer):
@@ -228,6 +232,28 @@ def _memory_of_two_parameters() -> None:
 
 def test_parameters_that_share_memory_are_refused_for_as_long_as_they_do() -> None:
     run_ranks(_memory_of_two_parameters, 2)
+
+
+def _state_that_a_script_adds_to() -> None:
+    ddp = _model()
+    optimizer = AdamW(ddp.parameters(), lr=0.1)
+    state = dx.attach(ddp, optimizer, shard_optimizer=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        ddp(torch.randn(3, INPUTS)).sum().backward()
+        optimizer.step()
+
+    step()
+    state.consolidate()
+    deep: Any = functools.reduce(lambda inner, _: [inner], range(2000), 1.0)
+    optimizer.state[next(ddp.parameters())]["more"] = deep
+    with pytest.raises(RuntimeError, match="cannot update shards, because its state holds a list in 'more'"):
+        step()
+
+
+def test_state_that_a_script_adds_to_is_refused_before_it_has_to_travel() -> None:
+    run_ranks(_state_that_a_script_adds_to, 2)
 
 
 def _state_of_another_optimizer() -> None:
