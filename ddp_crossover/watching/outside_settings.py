@@ -7,9 +7,9 @@ can be followed, see ``outside_values``; anything else there is a reason to wait
 an attribute is read from: it assumes any class, module or function that the code refers to, and treats any string in
 the code as a possible attribute name.
 
-It assumes that code of torch, NumPy and the standard library reads no such settings. It does not find names that are
-computed at run time, objects that a script puts into a module of torch, and class attributes hidden by an attribute of
-the optimizer.
+It assumes that code of torch, NumPy and the standard library reads no such settings, except what reads files. It does
+not find names that are computed at run time, objects that a script puts into a module of torch, and class attributes
+hidden by an attribute of the optimizer.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ _UNKNOWN = object()
 _LONGEST_NAME = 200
 _STATES_OF_GENERATORS = ("default_generator", "default_generators", "get_rng_state", "initial_seed")
 _MENTIONED = ("torch.distributed", "random", "numpy")
+_MODULES_OF_FILES = ("io", "pathlib", "glob", "genericpath", "posixpath", "ntpath", "posix", "nt")
+_READ_FILES = ("load", "loadtxt", "fromfile", "memmap")  # functions of torch and NumPy
 
 
 class Outside(NamedTuple):
@@ -129,6 +131,8 @@ class _Search:
             self._note_mentions(type(value).__module__)
             if value is torch.compile or is_compiled_function(value):
                 self.mentions.add("torch.compile")
+            if getattr(value, "__name__" if isinstance(value, ModuleType) else "__module__", None) in _MODULES_OF_FILES:
+                return f"files ({what})"
             if isinstance(value, logging.Logger):
                 continue  # frameworks put methods of their own into its class, but they log
             if isinstance(value, FunctionType):
@@ -202,6 +206,8 @@ class _Search:
                 self.mentions.add(name)
             if name in _STATES_OF_GENERATORS:
                 self._add(f"a state of a random number generator ({name})", _UNKNOWN)
+            if name in _READ_FILES:
+                self._add(f"files ({name})", _UNKNOWN)
             if name == "_version":
                 self._add("the versions of tensors (_version), which deferred updates do not raise alike", _UNKNOWN)
             for holder in self._holders.values():
@@ -269,7 +275,7 @@ class _Search:
                 self._read(name)
             else:
                 self._note_mentions(name)
-                if not _is_trusted(name):
+                if not _is_trusted(name) or name in _MODULES_OF_FILES:
                     self._add(f"the module {name} (imported while it runs)", _UNKNOWN)
         for text in _texts(code.co_consts):
             self._read(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -62,6 +63,26 @@ def test_rate_comes_from_a_global_that_changes_after_step(run: Script) -> None:
 
     CONFIG["lr"] = 0.1
     _train(run, Configured, _shrink)
+
+
+@adversarial(fallback=r"reads files \(the global variable open\)")
+def test_rate_is_read_from_a_file_that_changes_after_step(run: Script) -> None:
+    """As somebody does who wants to lower it while training runs."""
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/rate"
+
+        class FromFile(Rated):
+            def rate(self, group: dict[str, Any], p: Any) -> Any:
+                with open(path) as file:
+                    return float(file.read())
+
+        def write(step: int) -> None:
+            with open(path, "w") as file:
+                file.write(f"{0.1 / (step + 2)}")
+
+        write(-1)
+        _train(run, FromFile, write)
 
 
 FACTOR = 0.2

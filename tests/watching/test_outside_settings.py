@@ -11,6 +11,7 @@ import types
 from abc import ABCMeta
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -182,6 +183,12 @@ def _importing() -> Any:
     return settings_of_a_user
 
 
+def _importing_files() -> Any:
+    import pathlib
+
+    return pathlib.Path("rate").read_text()
+
+
 def _importing_from_torch() -> Any:
     from math import pi
 
@@ -341,6 +348,12 @@ UNKNOWN: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "environ": ("attribute os.environ", lambda self: os.environ["RATE"]),
     "getenv": ("global variable environ", lambda self: os.getenv("RATE")),
     "import": ("module settings_of_a_user", lambda self: _importing()),
+    "open": ("files (the global variable open)", lambda self: open("rate")),  # noqa: SIM115
+    "path": ("files (the global variable Path)", lambda self: Path("rate").read_text()),
+    "exists": ("files (the attribute os.path)", lambda self: os.path.exists("slow")),
+    "stat": ("files (the attribute os.stat)", lambda self: os.stat("slow")),
+    "import of files": ("module pathlib", lambda self: _importing_files()),
+    "load": ("files (load)", lambda self: torch.load("rate")),
     "seed": ("a state of a random number generator (initial_seed)", lambda self: torch.initial_seed()),
 }
 
