@@ -152,6 +152,7 @@ class Parts:
         )
 
 
+@torch.inference_mode(False)  # tensors that are made in it can never be written to outside
 def compose(
     ddp: DistributedDataParallel,
     optimizers: Sequence[Optimizer],

@@ -140,3 +140,12 @@ def test_model_grows_and_is_wrapped_again_without_a_detach(run: Script) -> None:
     net.append(nn.Linear(4, 4))
     del model, optimizer
     fit(run, *run.train(net, Adam, lr=0.02))
+
+
+@adversarial()
+def test_attach_is_called_inside_of_inference_mode(run: Script) -> None:
+    model = run.ddp(mlp())
+    optimizer = Adam(model.parameters(), lr=0.02)
+    with torch.inference_mode():
+        run.attach(model, optimizer)
+    fit(run, model, optimizer)
