@@ -171,3 +171,41 @@ def test_the_end_of_a_program_destroys_no_group(script_server: ScriptServer, tmp
     ends = script_server.run(script, tmp_path, 2, timeout_s=120)
     assert [end.exitcode for end in ends] == [3 * fails] * 2, ends
     assert not list(tmp_path.glob("destroyed*"))
+
+
+_ASKS = """
+import os, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import ddp_crossover as dx
+rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store", rank=rank, world_size=world_size)
+
+class Scaled(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=0.1 * (dist.get_world_size() if dist.is_initialized() else 1))
+
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+ddp = DistributedDataParallel(net)
+optimizer = Scaled(net.parameters())
+dx.attach(ddp, optimizer, fusion_mb=1e-4)
+for _ in range(8):
+    optimizer.zero_grad()
+    ddp(torch.ones(4, 8)).square().mean().backward()
+    optimizer.step()
+dist.destroy_process_group()
+torch.save(net.state_dict(), f"net{rank}")
+"""
+
+
+def test_an_optimizer_that_asks_for_the_number_of_ranks_finds_it(script_server: ScriptServer, tmp_path: Path) -> None:
+    """Also for the last updates, although parameters are first used when the groups are gone."""
+    nets = []
+    for switch in ("off", "on"):
+        (folder := tmp_path / switch).mkdir()
+        ends = script_server.run(_ASKS, folder, 2, timeout_s=120, DDP_CROSSOVER=switch)
+        assert [end.exitcode for end in ends] == [0, 0], ends
+        nets.append(torch.load(folder / "net0"))
+    assert all(torch.equal(value, nets[1][name]) for name, value in nets[0].items())

@@ -73,6 +73,7 @@ _AT_BIRTH = ("__init__", "__new__", "__init_subclass__")  # run when an optimize
 _UNKNOWN = object()
 _LONGEST_NAME = 200
 _STATES_OF_GENERATORS = ("default_generator", "default_generators", "get_rng_state", "initial_seed")
+_STATES_OF_GROUPS = ("is_initialized", "get_rank", "get_world_size")  # a script may destroy them before an update
 _MENTIONED = ("torch.distributed", "random", "numpy")
 _MODULES_OF_FILES = ("io", "pathlib", "glob", "genericpath", "posixpath", "ntpath", "posix", "nt")
 _READ_FILES = ("load", "loadtxt", "fromfile", "memmap")  # functions of torch and NumPy
@@ -269,6 +270,8 @@ class _Search:
 
     def _code(self, code: CodeType, variables: dict[str, Any]) -> None:
         for lookup, name in lookups(code):
+            if name in _STATES_OF_GROUPS:
+                self._add(f"a state of a process group ({name})", _UNKNOWN)
             if lookup is Lookup.GLOBAL:
                 self._global(name, variables)
             elif lookup is Lookup.ATTRIBUTE:

@@ -17,6 +17,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import get_rank
 from torch.optim import SGD, Adam, Optimizer
 
 from ddp_crossover.watching.optimizer_snapshot import hyperparameters
@@ -354,6 +356,8 @@ UNKNOWN: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "stat": ("files (the attribute os.stat)", lambda self: os.stat("slow")),
     "import of files": ("module pathlib", lambda self: _importing_files()),
     "load": ("files (load)", lambda self: torch.load("rate")),
+    "world size": ("a state of a process group (get_world_size)", lambda self: dist.get_world_size()),
+    "imported rank": ("a state of a process group (get_rank)", lambda self: get_rank()),
     "seed": ("a state of a random number generator (initial_seed)", lambda self: torch.initial_seed()),
 }
 
