@@ -7,9 +7,12 @@
 # filled, the kernel returns without writing to it, and the next step takes it for the momentum of the one before. Adam,
 # AdamW and Adagrad begin with zeros, and SGD without fused has no buffer yet.
 #
+# And a parameter that gets its first gradient later than others of its group, as a layer that thaws, ends the step with a
+# TypeError: buffers are made only where no parameter has one.
+#
 # Seen, with 1000 parameters that begin at 1, a gradient of 1, lr=0.1 and freed memory that held a million: "behind the
-# second step the for-loop has 0.9 in all, fused in 0, and -9e+04 in most; Adam, AdamW and Adagrad as their for-loop". How
-# many are hit depends on the memory.
+# second step the for-loop has 0.9 in all, fused in 0, and -9e+04 in most; Adam, AdamW and Adagrad as their for-loop. A
+# first gradient in the second step: TypeError". How many are hit depends on the memory.
 # Exits 0 while it is so, 1 once torch behaves otherwise.
 # PYTHON (default: python3) must have this torch, or it is installed.
 set -euo pipefail
@@ -37,6 +40,20 @@ def trained(kind, **settings):
     return parameter.detach()
 
 
+def error_with_a_late_gradient(**settings):
+    """The name of the error in a step in which one of two parameters has its first gradient; empty without one."""
+    parameters = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, **settings)
+    try:
+        for having in (parameters[:1], parameters):
+            for parameter in having:
+                parameter.grad = torch.ones(4)
+            optimizer.step()
+    except Exception as error:
+        return type(error).__name__
+    return ""
+
+
 sgd = torch.optim.SGD
 usual, fused = trained(sgd, momentum=0.9), trained(sgd, momentum=0.9, fused=True)
 others = [
@@ -46,7 +63,9 @@ others = [
 far = ~torch.isclose(fused, usual)
 print(
     f"torch {torch.__version__}: behind the second step the for-loop has {usual[0]:g} in all, fused in {int((~far).sum())}, "
-    f"and {fused.median():.1g} in most; Adam, AdamW and Adagrad {'' if all(others) else 'not '}as their for-loop"
+    f"and {fused.median():.1g} in most; Adam, AdamW and Adagrad {'' if all(others) else 'not '}as their for-loop. "
+    f"A first gradient in the second step: {error_with_a_late_gradient(fused=True)}"
 )
-raise SystemExit(not (torch.allclose(usual, torch.full((1000,), 0.9)) and far.any() and all(others)))
+is_late = (error_with_a_late_gradient(fused=True), error_with_a_late_gradient()) == ("TypeError", "")
+raise SystemExit(not (torch.allclose(usual, torch.full((1000,), 0.9)) and far.any() and all(others) and is_late))
 PY
