@@ -320,8 +320,9 @@ class DearState(HookState):
     def detach(self) -> None:
         """Apply what is pending and remove all hooks; the script continues as plain DDP, or attaches anew.
 
-        Every rank must call it. If called between a forward and its backward, DDP keeps the hook, which does plain
-        all-reduces from then on; otherwise DDP can take another hook. With ``shard_optimizer=True``, the optimizers get
+        Every rank must call it. If called between a forward and its backward, or once ``register_parametrization()``,
+        ``set_()`` or a cast has had DDP lose a parameter, DDP keeps the hook, which does plain all-reduces from then
+        on; otherwise DDP can take another hook. With ``shard_optimizer=True``, the optimizers get
         their whole state back.
         """
         self._attachment.end()

@@ -15,13 +15,20 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_crossover import device as gpu
 from ddp_crossover.log import short
 from ddp_crossover.moments import ForwardWatch
 from ddp_crossover.pending.lazy_param import LazyParam
-from ddp_crossover.torch_internals.ddp import bucket_cap_bytes, may_await_backward, rebuild_buckets, rebuild_under_hook
+from ddp_crossover.torch_internals.ddp import (
+    bucket_cap_bytes,
+    gradient_accumulators,
+    may_await_backward,
+    rebuild_buckets,
+    rebuild_under_hook,
+)
 
 _BACKWARDS_UNTIL_REBUILT = 3
 _Layout = dict[int, tuple[int, ...]]  # bucket index -> parameters, in bucket order
@@ -172,8 +179,10 @@ class Buckets:
         cap_bytes_when_left: maximum size that DDP has once the hook is gone; None for the size that the user has set.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[Parameter]) -> None:
         self._ddp = weakref.ref(ddp)
+        self._parameters = list(parameters)
+        self._accumulators = gradient_accumulators(parameters)
         total_bytes = sum(parameter.nbytes for parameter in parameters)
         cap_bytes = _small_bytes(total_bytes, on_gpu=gpu.has_streams(parameters[0].device))
         self._small_bytes = cap_bytes if cap_bytes < bucket_cap_bytes(ddp) else None
@@ -212,6 +221,15 @@ class Buckets:
 
         watch = ForwardWatch(ddp, begins, lambda *_: None)
 
+    def drop_references(self) -> None:
+        self._parameters.clear()
+        self._accumulators.clear()
+
+    @property
+    def may_be_rebuilt(self) -> bool:
+        """Whether a new reducer would reduce the same gradients as the one that DDP has."""
+        return gradient_accumulators(self._parameters) == self._accumulators
+
     def stay_small(self) -> None:
         """Leave them small to DDP, which is as fast with them as with anything of ours."""
         self.cap_bytes_when_left = self._small_bytes
@@ -233,7 +251,7 @@ class Buckets:
             return False
         self.are_as_built, self.were_changed = as_built, True
         ddp = self._ddp()
-        if self._small_bytes is not None and ddp is not None:
+        if self._small_bytes is not None and ddp is not None and self.may_be_rebuilt:
             rebuild_under_hook(ddp, None if as_built else self._small_bytes)
         return True
 

@@ -144,6 +144,7 @@ class PlanInForce:
         if self.pipeline is not None:
             self.pipeline.drop_references()
         self._memory = {}
+        self.buckets.drop_references()
 
     # Pending gradients, for those who cannot leave them pending.
 

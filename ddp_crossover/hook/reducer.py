@@ -115,9 +115,10 @@ class Reducer:
         finally:
             self.become_plain()
         # Give DDP a new reducer without a hook. Not between a forward and its backward: the new reducer would not
-        # reduce the gradients of a forward that the old reducer has prepared.
-        if was_registered and not (self._awaits_backward or self._in_backward):
-            rebuild_buckets(self.model, self._in_force.buckets.cap_bytes_when_left)
+        # reduce the gradients of a forward that the old reducer has prepared. Nor if it would reduce other ones.
+        buckets = self._in_force.buckets
+        if was_registered and not (self._awaits_backward or self._in_backward) and buckets.may_be_rebuilt:
+            rebuild_buckets(self.model, buckets.cap_bytes_when_left)
         # Drop references now: this object is part of reference cycles, which may be collected only many models later,
         # and updates of a network that is attached again are deferred only if nothing else refers to its memory.
         self._in_force.drop_references()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket as GradBucket  # dist.GradBucket has no type stub
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_crossover.torch_internals.groups import backend_of
@@ -172,6 +173,17 @@ def _thawed(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
     finally:
         for parameter in frozen:
             parameter.requires_grad = False
+
+
+@torch.inference_mode(mode=False)  # in which autograd has no nodes
+def gradient_accumulators(parameters: Sequence[torch.nn.Parameter]) -> list[Node]:
+    """Return the autograd nodes on which a reducer that is built now puts its hooks, one of each parameter.
+
+    ``register_parametrization()``, ``set_()`` and casts give a parameter another one, which a reducer from before does
+    not know: it takes the parameter for unused. A new reducer would reduce it.
+    """
+    with _thawed(parameters):
+        return [get_gradient_edge(parameter).node for parameter in parameters]
 
 
 def rebuild_under_hook(ddp: DistributedDataParallel, cap_bytes: int | None) -> None:

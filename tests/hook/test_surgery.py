@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from equivalence import Case, Run, assert_same, check_case, optimizer, run_arm, train_step
-from models import INPUTS, OUTPUTS, OddNet
+from models import INPUTS, OUTPUTS, OddNet, WideNet
+from plans import AS_BUILT, judged_plans
 
 SGD = optimizer(torch.optim.SGD, lr=0.1)
 
@@ -93,7 +94,7 @@ class _Negative(nn.Module):
 
 def _parametrize(run: Run) -> None:
     """The parameter stays, with another accumulator of gradients than the one that DDP has a hook on."""
-    parametrize.register_parametrization(run.model.module.first, "weight", _Negative())
+    parametrize.register_parametrization(next(run.model.module.children()), "weight", _Negative())
 
 
 def _freeze(run: Run) -> None:
@@ -162,6 +163,31 @@ def test_a_changed_model_is_trained_as_by_plain_ddp(on_ranks, operation, step) -
 def test_so_is_a_parametrized_one_with_gradients_in_buckets(on_ranks, step) -> None:
     ddp = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
     on_ranks(_compare_each_rank, 2, Case(Operate(_parametrize, step), OddNet, SGD, steps=12, ddp=ddp, pipelined=False))
+
+
+def _then_detached(run: Run) -> Iterator[Any]:
+    for index, loss in enumerate(Operate(_parametrize, 4)(run)):
+        if index == 7:
+            run.detach()
+        yield loss
+
+
+def _while_plans_are_tried(run: Run) -> Iterator[Any]:
+    with judged_plans(AS_BUILT):
+        yield from Operate(_parametrize, 4)(run)
+
+
+@pytest.mark.parametrize(
+    ("loop", "steps", "dear"),
+    [
+        (_then_detached, 12, {}),
+        (_while_plans_are_tried, 110, {"fusion_mb": None}),
+    ],
+)
+def test_no_new_reducer_reduces_what_that_of_the_script_does_not(on_ranks, loop, steps, dear) -> None:
+    ddp = {"find_unused_parameters": True}
+    case = Case(loop, WideNet, SGD, steps=steps, dear=dear, ddp=ddp, strict=False, pipelined=False)
+    on_ranks(_compare_each_rank, 2, case)
 
 
 def _compare_each_rank(case: Case) -> None:
