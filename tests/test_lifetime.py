@@ -210,10 +210,23 @@ def _detach_before_backward(run: Run) -> Iterator[Any]:
     yield from plain_loop(run)
 
 
+def _detach_in_inference_mode(run: Run) -> Iterator[Any]:
+    yield from plain_loop(run)
+    with torch.inference_mode():
+        run.detach()
+    yield from plain_loop(run)
+
+
 @pytest.mark.parametrize("static", [True, False])
 @pytest.mark.parametrize(
     "loop",
-    [_copy_and_save, _time_plain_ddp, _attach_with_a_new_optimizer, _detach_before_backward],
+    [
+        _copy_and_save,
+        _time_plain_ddp,
+        _attach_with_a_new_optimizer,
+        _detach_before_backward,
+        _detach_in_inference_mode,
+    ],
 )
 def test_a_detached_model_is_plain_ddp(on_ranks, loop, static) -> None:
     if loop is _copy_and_save and static:

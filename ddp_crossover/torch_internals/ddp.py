@@ -121,6 +121,7 @@ def bucket_cap_bytes(ddp: DistributedDataParallel) -> int:
     return int(private(ddp, "bucket_bytes_cap"))
 
 
+@torch.inference_mode(mode=False)  # or the buckets could be used in no backward
 def rebuild_buckets(ddp: DistributedDataParallel, cap_bytes: int | None = None) -> None:
     """Give DDP a new reducer without a hook, for the same parameters as the one that it has.
 
