@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from ddp_crossover.attachment import Attachment
 from ddp_crossover.fusion import FusionPlan
 from ddp_crossover.hook.reducer import HookState
+from ddp_crossover.hook.refusals import copy_as_plain
 from ddp_crossover.hook.unwrapping import unwrapped_model, unwrapped_optimizer
 from ddp_crossover.options import GivenOptions, Options
 from ddp_crossover.pending.pending_values import introduce_pending_values
@@ -77,6 +78,8 @@ class DearState(HookState):
         self._link, self._planning = parts.link, parts.planning
         self._updates, self._reducer = parts.updates, parts.reducer
         self._about = about(ddp, parts.link.rank)
+        if asked.trains_as_plain and not self.detached:
+            copy_as_plain(ddp, self.synchronize)
         introduce_pending_values()
 
     @property

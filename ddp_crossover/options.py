@@ -207,11 +207,15 @@ class Options:
         return "compress=" if self.compress is not None else f"wire_dtype={self.wire_dtype}"
 
     @property
+    def trains_as_plain(self) -> bool:
+        """Whether plain DDP would train with the same gradients and state, and so may go on from a copy."""
+        return self.wire_dtype is None and self.compress is None and not self.weighted and not self.shard_optimizer
+
+    @property
     def leaves_the_choice(self) -> bool:
         """Whether DDP may train as it was before attach if that is as fast, because nothing says what to do instead."""
         is_searched = self.schedule is Schedule.AUTO and self.fusion_mb is None
-        is_ddp = self.wire_dtype is None and self.compress is None and not self.weighted
-        return is_searched and is_ddp and not self.strict and not self.shard_optimizer and self.groups is None
+        return is_searched and self.trains_as_plain and not self.strict and self.groups is None
 
     def shared_by_ranks(self) -> dict[str, object]:
         """Return the options in which all ranks must agree, as JSON values."""

@@ -129,7 +129,7 @@ def refuse_methods(ddp: DistributedDataParallel) -> None:
 
 
 def copy_as_plain(ddp: DistributedDataParallel, synchronize: Callable[[], None]) -> None:
-    """Let copies and pickles of the model be plain DDP, for scripts that do not know that it is attached.
+    """Let copies and pickles of the model be plain DDP, as those for the best weights so far, or for averages.
 
     Args:
         ddp: the model.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import torch
 from torch import nn
 from torch.optim import SGD, Adam
+from torch.optim.swa_utils import AveragedModel
 
 from adversarial import ALIASED, Script, adversarial
 from adversary.nets import fit, mlp, mse, train_step
@@ -129,6 +131,25 @@ def test_rollback_between_backward_and_step(run: Script) -> None:
         optimizer.step()
         if step == 5:
             kept = copy.deepcopy(model.module.state_dict())
+
+
+@adversarial()
+def test_copies_of_the_whole_ddp(run: Script) -> None:
+    """The best weights so far, an average and a checkpoint, of the wrapper and not of what is inside."""
+    model, optimizer = run.train(mlp(), Adam, lr=0.03)
+    kept: list[nn.Module] = []
+    for step, (x, y) in enumerate(run.batches(12)):
+        train_step(model, optimizer, x, y)
+        if step == 6:
+            average = AveragedModel(model)
+            kept += [average, copy.deepcopy(model)]
+        if step in (8, 10):
+            average.update_parameters(model)
+            saved = io.BytesIO()
+            torch.save(model, saved)
+    saved.seek(0)
+    kept.append(torch.load(saved, weights_only=False))
+    run.log([parameter.detach().clone() for each in kept for parameter in each.parameters()])
 
 
 @adversarial(fallback=ALIASED)

@@ -129,7 +129,7 @@ class _Complex(nn.Module):
 
 def _copied(how: Callable[[Any], Any]) -> None:
     model = _ddp()
-    _attach(model)
+    _attach(model, weighted=True)
     how(model)
 
 
