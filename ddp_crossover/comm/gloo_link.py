@@ -21,7 +21,7 @@ from ddp_crossover.comm.gloo_leg import (
     GlooGatherLeg,
     GlooScatterLeg,
 )
-from ddp_crossover.comm.gloo_messages import LatePeers, PeerMessages
+from ddp_crossover.comm.gloo_messages import Connection, LatePeers, PeerMessages
 from ddp_crossover.comm.gloo_small_gather import GlooSmallGather
 from ddp_crossover.comm.gloo_threads import GlooThreads, StagingQueue
 from ddp_crossover.comm.leg import Failures, ScatterLeg
@@ -38,9 +38,9 @@ class PeerLink(Link):
     """The part of the links over gloo that does not depend on the device of the buffers.
 
     Args:
-        process_groups: process groups for the legs, over the same ranks: each is a connection to each peer.
+        connections: process groups for the legs, over the same ranks.
         device: device of the gradients.
-        backlog: backlog of the groups' sockets.
+        backlog: backlog of the connections' sockets.
         sums_in_fp32: whether 16-bit buffers are added up in fp32 and rounded once.
     """
 
@@ -48,17 +48,17 @@ class PeerLink(Link):
 
     def __init__(
         self,
-        process_groups: Sequence[dist.ProcessGroup],
+        connections: Sequence[Connection],
         device: torch.device,
         backlog: SocketBacklog,
         *,
         sums_in_fp32: bool = False,
     ) -> None:
-        process_group = process_groups[0]
+        process_group = connections[0].ascending
         super().__init__(process_group)
         threads = GlooThreads(backlog)
         failures = Failures(self.rank, on_failure=threads.posting.stop_pacing)
-        messages = PeerMessages(process_groups, self.meter)
+        messages = PeerMessages(connections, self.meter)
         self.pace = threads.posting.pace
         self._context = GlooCommContext(messages, threads, failures, self.meter, self.nodes, sums_in_fp32)
         self._small_gathers = 0
@@ -149,13 +149,13 @@ class GlooLink(PeerLink):
 
     def __init__(
         self,
-        process_groups: Sequence[dist.ProcessGroup],
+        connections: Sequence[Connection],
         device: torch.device,
         backlog: SocketBacklog,
         *,
         sums_in_fp32: bool = False,
     ) -> None:
-        super().__init__(process_groups, device, backlog, sums_in_fp32=sums_in_fp32)
+        super().__init__(connections, device, backlog, sums_in_fp32=sums_in_fp32)
         context = self._context
         self.staging = StagingQueue(context.threads.posting.put, context.failures)
         self.early_receives = AnnouncedLegs(context)

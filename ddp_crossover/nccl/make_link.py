@@ -10,6 +10,7 @@ import torch.distributed as dist
 from ddp_crossover.comm.agreement import all_gather_json, refuse_difference
 from ddp_crossover.comm.all_reduce import backend_for, family_of, stream_for_all_reduces
 from ddp_crossover.comm.gloo_link import GlooLink
+from ddp_crossover.comm.gloo_messages import Connection
 from ddp_crossover.comm.link import Link
 from ddp_crossover.comm.pace import SocketBacklog, connected_tcp_sockets
 from ddp_crossover.nccl.copy_engine_link import CopyEngineLink, is_asked_for, refuse_unless_possible
@@ -84,12 +85,15 @@ def make_link(
             kind = CopyEngineLink if on_copy_engines else NcclLink
             made: Link = kind(process_group, device, open_group("norms"), timeout)
         else:
-            several = range(2, connections + 1) if len(ranks) > 1 else ()
-            further = [open_group(f"legs, connection {number}") for number in several]
+            several = []
+            for number in range(1, connections + 1):
+                ascending = process_group if number == 1 else open_group(f"legs, connection {number}")
+                descending = open_group(f"legs, connection {number}, back") if len(ranks) > 1 else ascending
+                several.append(Connection(ascending, descending))
             # New sockets are those of the new groups. The sockets of a given `own_group` are unknown, and on macOS all
             # are; the backlog is then empty, and gather legs are posted as soon as they are ready.
             sockets = connected_tcp_sockets() - before if own_group is None else ()
-            made = link((process_group, *further), device, SocketBacklog(sockets), sums_in_fp32=sums_in_fp32)
+            made = link(several, device, SocketBacklog(sockets), sums_in_fp32=sums_in_fp32)
     except BaseException:
         unused = OwnedGroups()
         for group in opened:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ddp_crossover import device as gpu
@@ -13,6 +12,7 @@ from ddp_crossover.comm.all_reduce import all_reduce_sum
 from ddp_crossover.comm.fusion_buffer import FusionBuffer
 from ddp_crossover.comm.gloo_leg import GlooCommContext, GlooGatherLeg, GlooScatterLeg
 from ddp_crossover.comm.gloo_link import PeerLink
+from ddp_crossover.comm.gloo_messages import Connection
 from ddp_crossover.comm.leg import HostWait, ScatterLeg
 from ddp_crossover.comm.pace import SocketBacklog
 from ddp_crossover.comm.stream_order import CudaStreams
@@ -77,7 +77,7 @@ class StagedGlooLink(PeerLink):
 
     def __init__(
         self,
-        process_groups: Sequence[dist.ProcessGroup],
+        connections: Sequence[Connection],
         device: torch.device,
         backlog: SocketBacklog,
         *,
@@ -86,7 +86,7 @@ class StagedGlooLink(PeerLink):
         # First, because it may fail: the base class starts threads.
         self._to_host_stream = gpu.new_stream(device)
         self._to_device_stream = gpu.new_stream(device)
-        super().__init__(process_groups, device, backlog, sums_in_fp32=sums_in_fp32)
+        super().__init__(connections, device, backlog, sums_in_fp32=sums_in_fp32)
         self._host_buffers: dict[int, Tensor] = {}
         self.streams = CudaStreams(device, (self._to_host_stream, self._to_device_stream))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import sys
 from datetime import timedelta
 from typing import Any
@@ -31,8 +32,11 @@ CONNECTIONS = 3
 EVEN = 0.1
 
 
-def _bytes_of_each_connection(connections: int) -> list[int]:
-    """What the connections have sent that attach has opened, the busiest first."""
+Ends = frozenset[Any]
+
+
+def _bytes_of_each_connection(connections: int) -> list[tuple[int, Ends]]:
+    """What the connections have sent that attach has opened, the busiest first, with the addresses of both ends."""
     before = connected_tcp_sockets()
     run = Run(Case(model=WideNet, steps=10, dear={"connections": connections, "fusion_mb": 0.5}), with_dear=True)
     run.attach()
@@ -43,17 +47,25 @@ def _bytes_of_each_connection(connections: int) -> list[int]:
         run.optimizer.step()
     run.synchronize()
     sent = tcp_bytes_by_socket()
-    return sorted((sent[fd] for fd in opened), reverse=True)
+    return sorted(((sent[fd], _ends(fd)) for fd in opened), key=lambda one: -one[0])
+
+
+def _ends(fd: int) -> Ends:
+    with socket.socket(fileno=os.dup(fd)) as connection:
+        return frozenset((connection.getsockname(), connection.getpeername()))
 
 
 @pytest.mark.launches
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's TCP_INFO")
 @pytest.mark.parametrize("connections", [1, CONNECTIONS])
-def test_each_connection_carries_its_part(connections: int) -> None:
+def test_each_connection_carries_its_part_one_way(connections: int) -> None:
+    busy_ends = []
     for sent in run_ranks(_bytes_of_each_connection, 2, connections):  # in fresh processes, whose sockets are known
-        busy = [bytes_ for bytes_ in sent if bytes_ > 0.01 * sent[0]]
+        busy = [(bytes_, ends) for bytes_, ends in sent if bytes_ > 0.01 * sent[0][0]]
         assert len(busy) == connections
-        assert busy[-1] > (1 - EVEN) * busy[0]
+        assert busy[-1][0] > (1 - EVEN) * busy[0][0]
+        busy_ends.append({ends for _, ends in busy})
+    assert busy_ends[0].isdisjoint(busy_ends[1])
 
 
 def _sockets_around_attach() -> tuple[int, int, int]:
@@ -70,7 +82,7 @@ def _sockets_around_attach() -> tuple[int, int, int]:
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_detach_closes_all_connections() -> None:
     for before, attached, after in run_ranks(_sockets_around_attach, 2):
-        assert attached >= before + CONNECTIONS
+        assert attached >= before + 2 * CONNECTIONS
         assert after == before
 
 

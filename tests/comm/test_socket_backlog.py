@@ -84,5 +84,5 @@ def _sockets_of_a_link() -> tuple[int, int]:
     return len(watched), len(watched & others)
 
 
-def test_a_link_watches_one_connection_to_each_peer_and_no_others(on_ranks) -> None:
-    assert on_ranks(_sockets_of_a_link, 3) == [(2, 0)] * 3
+def test_a_link_watches_its_connections_of_both_directions_and_no_others(on_ranks) -> None:
+    assert on_ranks(_sockets_of_a_link, 3) == [(4, 0)] * 3

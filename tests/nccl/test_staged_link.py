@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ddp_crossover import device as gpu
 from ddp_crossover.comm.fusion_buffer import FusionBuffer
+from ddp_crossover.comm.gloo_messages import Connection
 from ddp_crossover.comm.pace import SocketBacklog
 from ddp_crossover.nccl.staged_gloo_link import StagedGlooLink
 from fake_streams import FakeEvent, FakeStream
@@ -35,7 +36,7 @@ def sums(world_size: int, dtype: torch.dtype) -> list[torch.Tensor]:
     with ExitStack() as stack:
         for owner, name, replacement in replacements:
             stack.enter_context(mock.patch.object(owner, name, replacement))
-        link = StagedGlooLink([dist.new_group()], device, SocketBacklog([]))
+        link = StagedGlooLink([Connection(dist.new_group(), dist.new_group())], device, SocketBacklog([]))
         results = []
         for iteration in range(2):
             link.begin_iteration()
