@@ -203,8 +203,11 @@ class PostQueue:
         """For how long not to post ``leg``, the most urgent of those that are ready, before asking again."""
         if not leg.paced or self._is_closed or self._held_for_long(leg):
             return 0.0
-        is_most_urgent = all(_by_urgency(leg) < _by_urgency(other) for other in self._not_ready.values())
-        return self.pace.idle_in_s(is_most_urgent=is_most_urgent)
+        # Only asked where it counts: the thread comes here up to a hundred times a step, with as many legs.
+        nothing_is_ahead = self.pace.is_relaxed and all(
+            _by_urgency(leg) < _by_urgency(other) for other in self._not_ready.values()
+        )
+        return self.pace.idle_in_s(nothing_is_ahead=nothing_is_ahead)
 
     def _held_for_long(self, leg: GatherToPost) -> bool:
         if self._held[0] is not leg:

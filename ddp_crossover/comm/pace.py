@@ -103,16 +103,17 @@ class Pace:
     def measure(self, s_per_byte: float) -> None:
         self.s_per_byte = s_per_byte
 
-    def idle_in_s(self, *, is_most_urgent: bool) -> float:
+    def idle_in_s(self, *, nothing_is_ahead: bool) -> float:
         """0 if it is time to post a gather leg, else the number of seconds after which to ask again.
 
         Args:
-            is_most_urgent: whether no unposted gather leg is more urgent than this one.
+            nothing_is_ahead: whether no scatter leg follows in this iteration, and no unposted gather leg is more
+                urgent than this one.
         """
         # The gather leg that the next forward needs first is ready last: 8 ms of other legs ahead of it would lengthen
         # every step by 8 ms. Where nothing can follow it, to hold it back until the link is almost dry cost 12 ms of a
         # step of 400.
-        lead_s = _RELAXED_LEAD_S if self.is_relaxed and is_most_urgent else _LEAD_S
+        lead_s = _RELAXED_LEAD_S if nothing_is_ahead else _LEAD_S
         lead_bytes = lead_s / self.s_per_byte if self.s_per_byte else _LEAD_BYTES
         too_much_bytes = self._backlog.unacknowledged_bytes() - lead_bytes
         if too_much_bytes <= 0:
