@@ -21,6 +21,7 @@ from bench_parts.summary import summarize
 from ddp_crossover.fusion import GradientSpec
 from ddp_crossover.plan.cost_model import ComputeProfile, LinkModel
 from ddp_crossover.plan.model_profile import ModelProfile
+from equivalence import Case, Run, plain_loop
 
 RUN_TIMEOUT_S = 450
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -273,3 +274,16 @@ def test_processor_time_is_told_apart_by_thread() -> None:
     thread.join()
     assert after_s["reducing"] == before_s["reducing"] and after_s["training"] - before_s["training"] < 0.05
     assert sum(after_s.values()) == pytest.approx(time.process_time(), abs=0.05)
+
+
+def _threads_in_training() -> set[str]:
+    run = Run(Case(), with_dear=True)
+    list(plain_loop(run))
+    names = {thread.name for thread in threading.enumerate()}
+    run.detach()
+    return names
+
+
+def test_threads_have_the_names_by_which_they_are_told_apart(on_ranks) -> None:
+    for names in on_ranks(_threads_in_training, 2):
+        assert set(thread_times.ROLES) <= names
