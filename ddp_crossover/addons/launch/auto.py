@@ -131,6 +131,7 @@ class Auto:
         for model in self.models:
             model.forget_if_detached()
         state = attach(ddp, optimizers, **self._options)
+        # Also where `attach` refuses copies because they would train otherwise: the script knows of no hook.
         copy_as_plain(ddp, state.synchronize)
         self.models.append(AttachedModel(name, state))
         if dist.get_rank(ddp.process_group) == 0:
