@@ -24,7 +24,7 @@ _PLAIN = (Number, str, enum.Enum, torch.dtype, torch.device, FunctionType, Built
 
 def parts_of(value: Any) -> Collection[Any]:
     """What is directly in a container, without keys of dicts, or in the attributes of a record."""
-    if type(value) in HOLD_NOTHING:  # as most optimizers have a dozen of in each group
+    if type(value) in HOLD_NOTHING:  # most optimizers have a dozen such settings in each group
         return ()
     if isinstance(value, dict):
         return dict.values(value)  # not what a LazyState does, which would apply pending updates
