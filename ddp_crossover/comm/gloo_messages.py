@@ -239,7 +239,7 @@ class PeerMessages:
         for peer in self.peers:
             for group in {*self._ascending, *self._descending}:
                 with contextlib.suppress(Exception):  # the timeout, which is intended
-                    group.recv([torch.empty(1)], peer, tag).wait(_ABORT)
+                    group.recv([torch.empty(1, device="cpu")], peer, tag).wait(_ABORT)
 
     def close(self) -> None:
         """Drop the references to the process groups: the last one of each closes its sockets."""

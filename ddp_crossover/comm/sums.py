@@ -85,7 +85,7 @@ class ScratchPool:
                 return found if found.numel() == numel else found[:numel]
             if free:
                 free.pop()  # replace a tensor that is too small
-        return torch.empty(numel, dtype=dtype)
+        return torch.empty(numel, dtype=dtype, device="cpu")
 
     def free(self, tensors: list[Tensor]) -> None:
         """Return tensors of :meth:`allocate` to the pool; nothing may be received into them any more."""

@@ -261,8 +261,8 @@ class NcclLink(Link):
             ranks = dist.get_process_group_ranks(self.process_group)
             self._host_group = new_group(ranks, backend="gloo", timeout=self._timeout, purpose="decisions")
             self.owned_groups.add(self._host_group)
-        rows = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        exchange = dist.all_gather(rows, torch.tensor([value]), group=self._host_group, async_op=True)
+        rows = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.world_size)]
+        exchange = dist.all_gather(rows, torch.tensor([value], device="cpu"), group=self._host_group, async_op=True)
 
         def wait() -> list[int]:
             exchange.wait()

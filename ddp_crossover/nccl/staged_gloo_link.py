@@ -95,7 +95,7 @@ class StagedGlooLink(PeerLink):
         memory = buffer.whole()
         host = self._host_buffers.get(group)
         if host is None or host.numel() != memory.numel() or host.dtype != memory.dtype:
-            host = torch.empty(memory.numel(), dtype=memory.dtype, pin_memory=True)
+            host = torch.empty(memory.numel(), dtype=memory.dtype, device="cpu", pin_memory=True)
             self._host_buffers[group] = host
         on_host = FusionBuffer((host,), travel=buffer.travel)
         leg = _StagedScatterLeg(self._context, self.iteration, group, memory, on_host, self._to_host_stream)

@@ -27,12 +27,12 @@ class KeptGradients:
         self._of_ddp: dict[int, int] = {}  # DDP's references, by address of a bucket's storage
         # References to a gradient that no script keeps. Measured, because they differ between versions of torch.
         self._alone = self._alone_in_pending = 0
-        parameter = Parameter(torch.zeros(1))
-        parameter.grad = torch.zeros(1)
+        parameter = Parameter(torch.zeros(1, device="cpu"))
+        parameter.grad = torch.zeros(1, device="cpu")
         grad = parameter.grad
         self._alone = self.excess(grad)
         pending = PendingGrad(parameter.shape, parameter.stride(), parameter.dtype, parameter.device, threading.RLock())
-        pending.arm(lambda memory: memory, torch.zeros(1), lambda memory: False)
+        pending.arm(lambda memory: memory, torch.zeros(1, device="cpu"), lambda memory: False)
         self._alone_in_pending = self.excess(pending)
 
     def excess(self, grad: Tensor) -> int:

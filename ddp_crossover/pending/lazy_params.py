@@ -49,7 +49,7 @@ class LazyParams:
         self.on_use: Callable[[LazyParam], None] = lambda _: None
         self.see_all_uses = True
         # Reference counts of a storage without aliases. Measured, because they differ between versions of torch.
-        self._references_alone = references(LazyParam(self, 0, "", Parameter(torch.zeros(1))).storage)
+        self._references_alone = references(LazyParam(self, 0, "", Parameter(torch.zeros(1, device="cpu"))).storage)
         self.all = [LazyParam(self, index, name, parameter) for index, (name, parameter) in enumerate(named)]
         self.of_id = {id(lazy.parameter): lazy for lazy in self.all}
         self._has_streams = any(gpu.has_streams(parameter.device) for _, parameter in named)

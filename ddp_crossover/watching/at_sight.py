@@ -120,7 +120,7 @@ def _is_by_place(value: Any, numbers: set[int], or_more: bool) -> bool:
 def _unknown_attribute(optimizer: Optimizer) -> str | None:
     """Name of an attribute that may hold parameters, an optimizer, or anything that a clone would share; or None."""
     # The last two are those of a GradScaler, during a step.
-    usual = vars(torch.optim.SGD([torch.zeros(1)])).keys() | {"grad_scale", "found_inf"}
+    usual = vars(torch.optim.SGD([torch.zeros(1, device="cpu")])).keys() | {"grad_scale", "found_inf"}
     storages = {place.storage for p in optimizer_parameters(optimizer) if (place := memory_of(p)) is not None}
     for name, value in attributes_of(optimizer).items():
         if name not in usual and not is_exhausted(value) and not _is_setting(value, storages):

@@ -161,7 +161,7 @@ def _state_of_sample(value: Any, original: Tensor, sample: Tensor) -> Any:
 
 def _noise(like: Tensor, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(min(like.numel(), _NOISE_NUMEL), generator=generator)
+    noise = torch.randn(min(like.numel(), _NOISE_NUMEL), generator=generator, device="cpu")
     return noise.repeat(-(-like.numel() // max(len(noise), 1)))[: like.numel()].view(like.shape).to(like)
 
 

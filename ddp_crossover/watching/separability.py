@@ -267,7 +267,7 @@ def _calls_closure(optimizer: Optimizer, with_state: bool) -> bool:
         def closure(loss: float = loss) -> Tensor:
             nonlocal calls
             calls += 1
-            return torch.tensor(loss)
+            return torch.tensor(loss, device="cpu")
 
         given.set_gradients(step)
         without.set_gradients(step)

@@ -37,7 +37,7 @@ class CompiledInt8(BlockInt8):
         kernels.add_int8(*_code(payload), _blocks(total))
 
     def is_finite(self, payload: Tensor) -> Tensor:
-        answer = torch.empty(1, dtype=torch.bool)
+        answer = torch.empty(1, dtype=torch.bool, device="cpu")
         kernels.are_finite(_code(payload)[1], answer.numpy())
         return answer[0]
 

@@ -135,7 +135,7 @@ class StepsOfPlan:
 
 def _padding(plan: FusionPlan, arena: str) -> Tensor:
     """The elements of an arena that belong to no gradient."""
-    is_padding = torch.ones(plan.arena_numel[arena], dtype=torch.bool)
+    is_padding = torch.ones(plan.arena_numel[arena], dtype=torch.bool, device="cpu")
     for spec, low in zip(plan.gradients, plan.offsets, strict=True):
         if spec.arena == arena:
             is_padding[low : low + spec.numel] = False

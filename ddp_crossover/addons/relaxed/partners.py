@@ -51,7 +51,7 @@ def shape_of(groups: str, world_size: int) -> tuple[int, ...]:
 
 def lines(shape: Sequence[int]) -> list[list[list[int]]]:
     """For each dimension, the ranks of each of its lines. Every rank is in one line of each dimension."""
-    ranks = torch.arange(math.prod(shape)).view(*shape)
+    ranks = torch.arange(math.prod(shape), device="cpu").view(*shape)
     return [ranks.movedim(place, -1).reshape(-1, length).tolist() for place, length in enumerate(shape)]
 
 

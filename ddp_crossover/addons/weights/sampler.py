@@ -195,7 +195,7 @@ class BalancedSampler(Sampler[list[int]]):
         if not self._shuffle:
             return list(range(self._samples))
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
-        order: list[int] = torch.randperm(self._samples, generator=generator).tolist()
+        order: list[int] = torch.randperm(self._samples, generator=generator, device="cpu").tolist()
         return order
 
     def set_epoch(self, epoch: int) -> None:
