@@ -498,18 +498,12 @@ class TakesNoClosure(OwnOptimizer):
 class GoesByLoss(OwnOptimizer):
     """Steps half as far if its closure returns a loss that is a number, as some skip a step without one."""
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def update_all(self, loss: Any) -> None:
         for group in self.param_groups:
             lr = group["lr"] if loss is None or loss.isnan() else group["lr"] / 2
             for p in group["params"]:
                 if p.grad is not None:
                     p.add_(p.grad, alpha=-lr)
-        return loss
 
 
 HABITS: dict[str, Callable[[Sequence[Tensor]], Optimizer]] = {

@@ -22,9 +22,13 @@ class OwnOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.update_all(loss)
+        return loss
+
+    def update_all(self, loss: Any) -> None:
+        """Update all groups; `loss` is what the closure has returned, or None if there is none."""
         for group in self.param_groups:
             self.update(group, [p for p in group["params"] if p.grad is not None])
-        return loss
 
     def update(self, group: dict[str, Any], parameters: list[Any]) -> None:
         for p in parameters:

@@ -277,34 +277,21 @@ def _is_refused(case: Case, reason: str) -> None:
 class Polyak(OwnOptimizer):
     """Steps as far as the loss says that its closure returns, if it has one, and not at all if that is not finite."""
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-            if not loss.isfinite():
-                return loss
+    def update_all(self, loss: Any) -> None:
+        if loss is not None and not loss.isfinite():
+            return
         for group in self.param_groups:
             for p in group["params"]:
                 most = float("inf") if loss is None else 0.01 * float(loss) / float(p.grad.square().sum())
                 p.add_(p.grad, alpha=-min(group["lr"], most))
-        return loss
 
 
 class SkipsNegative(OwnOptimizer):
     """Steps only if the loss is not negative."""
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-            if loss < 0:
-                return loss
-        super().step()
-        return loss
+    def update_all(self, loss: Any) -> None:
+        if loss is None or not loss < 0:
+            super().update_all(loss)
 
 
 class KeepsLoss(OwnOptimizer):
