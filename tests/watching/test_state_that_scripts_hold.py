@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
-import ddp_crossover as dx
+from changed_after_step import train_both_ways
 from ddp_crossover.watching.lazy_state import make_state_lazy
 from ddp_crossover.watching.state_entries import entries_of_state
-from equivalence import SMALL_GROUPS_MB
-from models import INPUTS, DeepNet
 from own_optimizers import OwnOptimizer
 
 
@@ -78,46 +76,33 @@ class ReadsGroup(OwnOptimizer):
             p.add_(p.grad, alpha=-group["lr"] * group["read"](group["cfg"]))
 
 
-def _train(place: str, kind: str, attached: bool) -> tuple[list[Any], Any]:
-    torch.manual_seed(0)
-    model, held = DistributedDataParallel(DeepNet()), KINDS[kind]
-    kept: list[Any] = []
+def _begin(parameters: list[Any], place: str, kind: str) -> tuple[Any, Callable[[float], object]]:
+    held, kept = KINDS[kind], []
 
     def make() -> Any:
         kept.append(held.make(0.5))
         return kept[-1]
 
     if place == "group":
-        optimizer: Any = ReadsGroup(model.parameters(), read=held.read, cfg=make())
+        optimizer: Any = ReadsGroup(parameters, read=held.read, cfg=make())
     else:
-        optimizer = ReadsState(model.parameters(), read=held.read)
+        optimizer = ReadsState(parameters, read=held.read)
         one = make() if place == "one" else None
-        for p in model.parameters():
+        for p in parameters:
             optimizer.state[p]["cfg"] = make() if one is None else one
     if place == "nobody":
         kept.clear()
-    state = dx.attach(model, optimizer, fusion_mb=SMALL_GROUPS_MB) if attached else None
-    seen: list[Any] = []
-    for step in range(5):
-        optimizer.zero_grad()
-        loss = model(torch.randn(3, INPUTS)).square().sum()
-        loss.backward()
-        optimizer.step()
+
+    def change(scale: float) -> None:
         for each in kept:
-            held.change(each, 0.5 / (step + 2))
-        seen.append(loss.detach().clone())
-    seen += [p.detach().clone() for p in model.parameters()]
-    stats = state.stats() if state is not None else None
-    if state is not None:
-        state.detach()
-    return seen, stats
+            held.change(each, scale)
+
+    return optimizer, change
 
 
 def _compare(place: str) -> None:
     for kind in KINDS:
-        plain, _ = _train(place, kind, attached=False)
-        ours, stats = _train(place, kind, attached=True)
-        assert all(map(torch.equal, plain, ours)), (place, kind)
+        stats = train_both_ways(partial(_begin, place=place, kind=kind), kind)
         if kind != "slots":  # which a trial cannot compare
             assert place != "nobody" or not stats.fallbacks, (kind, stats.fallbacks)
             assert place != "each" or any("something else refers" in reason for reason in stats.fallbacks), kind

@@ -10,17 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
-import ddp_crossover as dx
+from changed_after_step import train_both_ways
 from ddp_crossover.moments import call_before_backward
 from ddp_crossover.torch_internals.dispatch import tensors_in_output
 from ddp_crossover.watching.at_sight import why_no_copy
 from ddp_crossover.watching.known_optimizers import KnownOptimizers
 from ddp_crossover.watching.separability import judge
 from ddp_crossover.watching.values import copied, same, tensors_in
-from equivalence import SMALL_GROUPS_MB
-from models import INPUTS, DeepNet
 from own_optimizers import OwnOptimizer
 
 DEPTH = 2000
@@ -235,40 +232,24 @@ PLACES: dict[str, Callable[[Any, Callable[[], Any]], Any]] = {
 _COPIED = ("attribute", "param_group", "shared_state", "attribute_of_parameters")
 
 
-def _train(place: str, value: str, attached: bool) -> tuple[list[Any], Any]:
-    """What a script yields that changes what the optimizer reads right after each `step()`; and what is known."""
-    torch.manual_seed(0)
-    model = DistributedDataParallel(DeepNet())
+def _begin(parameters: list[Any], place: str, value: str) -> tuple[Any, Callable[[float], object]]:
     held: list[Any] = []
 
     def make() -> Any:
         held.append(VALUES[value]())
         return held[-1]
 
-    optimizer = PLACES[place](list(model.parameters()), make)
-    state = dx.attach(model, optimizer, fusion_mb=SMALL_GROUPS_MB) if attached else None
-    seen: list[Any] = []
-    for step in range(4):
-        optimizer.zero_grad()
-        loss = model(torch.randn(3, INPUTS)).square().sum()
-        loss.backward()
-        optimizer.step()
+    def change(scale: float) -> None:
         for each in held:
             if isinstance(each, Node):
-                each.scale = 0.5 / (step + 2)
-        seen.append(loss.detach().clone())
-    seen += [p.detach().clone() for p in model.parameters()]
-    stats = state.stats() if state is not None else None
-    if state is not None:
-        state.detach()
-    return seen, stats
+                each.scale = scale
+
+    return PLACES[place](parameters, make), change
 
 
 def _compare(place: str) -> None:
     for value in VALUES:
-        plain, _ = _train(place, value, attached=False)
-        ours, stats = _train(place, value, attached=True)
-        assert all(map(torch.equal, plain, ours)), (place, value)
+        stats = train_both_ways(functools.partial(_begin, place=place, value=value), value)
         is_followed = place == "state_of_each" or (value == "chain_of_tuples" and place not in _COPIED)
         assert is_followed or any("waits for all gradients" in reason for reason in stats.fallbacks), (place, value)
 
