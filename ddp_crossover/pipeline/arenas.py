@@ -15,8 +15,9 @@ from ddp_crossover.comm.fusion_buffer import FusionBuffer, Travel
 from ddp_crossover.comm.link import Link
 from ddp_crossover.comm.sums import RankWeights
 from ddp_crossover.comm.wire import Wire
-from ddp_crossover.fusion import GradientSpec, arena_capacity
+from ddp_crossover.fusion import GradientSpec
 from ddp_crossover.pending.slots import Group, Place
+from ddp_crossover.plan.cutting import arena_capacity
 
 
 def travels_in_place(dtype: torch.dtype, link: Link, wire: Wire) -> bool:

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from ddp_crossover.fusion import MB, FusionGroup, FusionPlan, GradientSpec, Schedule, Taper, plan_fusion
+from ddp_crossover.fusion import MB, FusionGroup, FusionPlan, GradientSpec, Schedule
 from ddp_crossover.plan.cost_model import ComputeProfile, LinkModel
+from ddp_crossover.plan.cutting import Taper, plan_fusion
 from ddp_crossover.plan.schedule_simulator import SimulatedStep, TimedGroup, simulate
 
 # 0.25 to 64 MiB, two sizes an octave.
@@ -35,7 +36,7 @@ class Problem(NamedTuple):
 
     Attributes:
         specs, arrival_order, use_rank, world_size, shard_align_bytes: as for
-            :func:`~ddp_crossover.fusion.plan_fusion`.
+            :func:`~ddp_crossover.plan.cutting.plan_fusion`.
         profile: measured compute times, one entry per parameter in the order of ``specs``.
         link: measured link between ``world_size`` ranks.
         fused_all_reduce: whether an all-reduce is one operation that pays ``per_leg_s`` once, as on NCCL. If not, it

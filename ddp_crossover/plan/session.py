@@ -18,11 +18,12 @@ from ddp_crossover.comm.leg import MAX_GROUPS
 from ddp_crossover.comm.link import Link
 from ddp_crossover.comm.wire import Wire
 from ddp_crossover.compute_waits import OtherJobs
-from ddp_crossover.fusion import MB, FusionPlan, Schedule, plan_fusion
+from ddp_crossover.fusion import MB, FusionPlan, Schedule
 from ddp_crossover.log import logger, say
 from ddp_crossover.options import Options
 from ddp_crossover.plan.compute_profiler import ComputeProfiler, Stopwatch
 from ddp_crossover.plan.cost_model import ComputeProfile, LinkModel
+from ddp_crossover.plan.cutting import plan_fusion
 from ddp_crossover.plan.ddp_buckets import leaves_nothing_to_gain
 from ddp_crossover.plan.gradient_specs import ShardKind, gradient_specs
 from ddp_crossover.plan.link_probe import probe_link

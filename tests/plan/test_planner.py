@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_crossover.addons.codes.wire import wire_of
-from ddp_crossover.fusion import FusionPlan, GradientSpec, plan_fusion
+from ddp_crossover.fusion import FusionPlan, GradientSpec
 from ddp_crossover.plan import search
 from ddp_crossover.plan.cost_model import ComputeProfile, LinkModel
+from ddp_crossover.plan.cutting import plan_fusion
 from ddp_crossover.plan.gradient_specs import gradient_specs
 from ddp_crossover.plan.search import (
     CANDIDATES_MB,

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from bench_parts.least_step import least_step_s
 from bench_parts.prediction import lasting
-from ddp_crossover.fusion import GradientSpec, plan_fusion
+from ddp_crossover.fusion import GradientSpec
 from ddp_crossover.plan.cost_model import ComputeProfile, LinkModel
+from ddp_crossover.plan.cutting import plan_fusion
 from ddp_crossover.plan.ddp_buckets import simulate_ddp
 from ddp_crossover.plan.model_profile import ModelProfile
 from ddp_crossover.plan.search import TAPERS, best_of_sizes, predict_step

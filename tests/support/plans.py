@@ -18,8 +18,9 @@ from unittest import mock
 import torch
 
 from ddp_crossover import composition
-from ddp_crossover.fusion import MB, FusionPlan, Schedule, plan_fusion
+from ddp_crossover.fusion import MB, FusionPlan, Schedule
 from ddp_crossover.plan.compute_profiler import Stopwatch
+from ddp_crossover.plan.cutting import plan_fusion
 from ddp_crossover.plan.search import TAPERS, PlannedStep
 from ddp_crossover.plan.session import Orders, Planning, Stage
 from ddp_crossover.plan.trial_timer import TrialTimer

@@ -13,7 +13,8 @@ from ddp_crossover.addons.codes.rounds import CodedTravel
 from ddp_crossover.addons.codes.top_k import TopKCodec
 from ddp_crossover.addons.codes.wire import CodedWire
 from ddp_crossover.comm.link import Link
-from ddp_crossover.fusion import FusionGroup, FusionPlan, GradientSpec, arena_capacity
+from ddp_crossover.fusion import FusionGroup, FusionPlan, GradientSpec
+from ddp_crossover.plan.cutting import arena_capacity
 
 # A loss scale that has changed by more than this factor is another one: residuals are dropped.
 _MOST_RESCALED = 16.0

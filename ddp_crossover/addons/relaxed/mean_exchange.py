@@ -17,7 +17,8 @@ from ddp_crossover.comm.fusion_buffer import FusionBuffer
 from ddp_crossover.comm.leg import Leg
 from ddp_crossover.comm.link import Link
 from ddp_crossover.comm.wire import Wire
-from ddp_crossover.fusion import FusionGroup, plan_fusion
+from ddp_crossover.fusion import FusionGroup
+from ddp_crossover.plan.cutting import plan_fusion
 from ddp_crossover.plan.gradient_specs import gradient_specs
 
 _FUSION_MB = 4.0

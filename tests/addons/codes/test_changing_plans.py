@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import ddp_crossover as dx
 from coded_runs import ADAM, Coded, Training, assert_same, everywhere, loss_of
-from ddp_crossover.fusion import plan_fusion
 from ddp_crossover.hook.reducer import Reducer
+from ddp_crossover.plan.cutting import plan_fusion
 from node_groups import TWO_BY_TWO
 
 OnRanks = Callable[..., list[Any]]

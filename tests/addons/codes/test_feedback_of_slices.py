@@ -12,7 +12,8 @@ from torch import nn
 
 from ddp_crossover.addons.codes.feedback import Feedback
 from ddp_crossover.addons.codes.wire import CodedWire, wire_of
-from ddp_crossover.fusion import FusionPlan, plan_fusion
+from ddp_crossover.fusion import FusionPlan
+from ddp_crossover.plan.cutting import plan_fusion
 from ddp_crossover.plan.gradient_specs import gradient_specs
 from ddp_crossover.top_k import TopK
 

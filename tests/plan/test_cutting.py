@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_crossover.fusion import MB, FusionPlan, GradientSpec, Taper, arena_capacity, plan_fusion
+from ddp_crossover.fusion import MB, FusionPlan, GradientSpec
+from ddp_crossover.plan.cutting import Taper, arena_capacity, plan_fusion
 
 # Before the tests: @given keeps the settings that it finds.
 settings.register_profile("suite", deadline=None, max_examples=100)
