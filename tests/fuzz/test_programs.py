@@ -86,6 +86,7 @@ def test_a_program_that_has_failed_once_agrees(file: Path, pool_of: dict[int, Fu
     """Or is refused, if its file says so: what was trained then was nothing that a script can have meant."""
     text = file.read_text()
     program, ends = Program.from_json(text), json.loads(text).get("ends", ["exact"])
+    assert program == fit(program), "its laws do not hold for it"
     outcome = _pool(pool_of, program.ranks).judge(program)
     assert not outcome.failure, outcome.failure
     assert set(outcome.counts) <= set(ends), f"it has not ended as {ends}: {outcome.counts}"
