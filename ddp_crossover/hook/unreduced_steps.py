@@ -23,7 +23,7 @@ from ddp_crossover.hook.weighing import Weighing
 from ddp_crossover.log import first_of
 from ddp_crossover.pending.early_reads import SOMEWHERE, caller
 from ddp_crossover.pending.gradient_marks import version_of
-from ddp_crossover.pending.pending_gradient import PendingGrad
+from ddp_crossover.pending.pending_gradient import PendingGrad, resolved
 from ddp_crossover.pending.reduced_gradients import ReducedGradients
 from ddp_crossover.report.stats import FallbackLog
 from ddp_crossover.torch_internals.autograd import is_in_backward
@@ -282,10 +282,7 @@ class _WatchedGradient:
 
 
 def _sample(parameter: Tensor) -> Tensor:
-    grad = parameter.grad
-    assert grad is not None
-    value = grad.resolve() if isinstance(grad, PendingGrad) else grad
-    return value.detach().reshape(-1)[:_SAMPLED]
+    return resolved(parameter.grad).detach().reshape(-1)[:_SAMPLED]
 
 
 def _is_left(value: Tensor, of: Tensor) -> bool | None:

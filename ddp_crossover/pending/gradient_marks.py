@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ddp_crossover.pending.pending_gradient import PendingGrad
+from ddp_crossover.pending.pending_gradient import resolved
 
 
 class Mark(NamedTuple):
@@ -31,8 +31,7 @@ def marks_of(parameters: Iterable[Tensor]) -> list[Mark | None]:
 
 
 def _mark(gradient: Tensor) -> Mark:
-    value = gradient.resolve() if isinstance(gradient, PendingGrad) else gradient
-    return Mark(weakref.ref(gradient), version_of(gradient), version_of(value))
+    return Mark(weakref.ref(gradient), version_of(gradient), version_of(resolved(gradient)))
 
 
 def version_of(gradient: Tensor | None) -> int:

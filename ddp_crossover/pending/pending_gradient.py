@@ -242,6 +242,12 @@ class PendingGrad(Tensor):
         return args[0] if written and isinstance(args[0], PendingGrad) else out
 
 
+def resolved(gradient: Tensor | None) -> Tensor:
+    """The gradient as a plain tensor, after a wait if it is pending."""
+    assert gradient is not None
+    return gradient.resolve() if isinstance(gradient, PendingGrad) else gradient
+
+
 def _first(args: Sequence[Any]) -> Sequence[Any]:
     """What is in the first argument, if that is a list of tensors; else that argument alone."""
     return args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]

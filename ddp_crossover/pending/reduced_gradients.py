@@ -18,7 +18,7 @@ from ddp_crossover.comm.link import Link
 from ddp_crossover.comm.stream_order import StreamOrder
 from ddp_crossover.pending.gradient_marks import version_of
 from ddp_crossover.pending.kept_gradients import KeptGradients
-from ddp_crossover.pending.pending_gradient import PendingGrad
+from ddp_crossover.pending.pending_gradient import PendingGrad, resolved
 from ddp_crossover.pending.slots import Group, GroupState, Slot
 from ddp_crossover.torch_internals.autograd import graph_task, is_in_backward
 from ddp_crossover.torch_internals.dispatch import outside_of_modes
@@ -187,7 +187,7 @@ class ReducedGradients:
         return [slot for slot in doubtful if slot.is_kept]
 
     def _make_one_pending(self, slot: Slot, grad: Tensor, pending: PendingGrad) -> None:
-        memory = grad.resolve() if type(grad) is PendingGrad else grad
+        memory = resolved(grad)
         if self._in_buckets:
             self._require_own_place(slot, memory)
         slot.note_memory(memory)
@@ -235,7 +235,7 @@ class ReducedGradients:
         assert grad is not None
         for group in slot.neighbours or slot.groups:
             self._complete(group)
-        memory = grad.resolve() if isinstance(grad, PendingGrad) else grad
+        memory = resolved(grad)
         if self._in_buckets:
             self._require_own_place(slot, memory)
         self._copy_out(slot, memory)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ddp_crossover.dear import Pipeline
 from ddp_crossover.pending.flat import flat_of, table_of
-from ddp_crossover.pending.pending_gradient import PendingGrad
+from ddp_crossover.pending.pending_gradient import resolved
 from ddp_crossover.pending.slots import Group, Slot
 from ddp_crossover.torch_internals.gradient_calls import require_on_device
 
@@ -61,7 +61,7 @@ def shared_gradients(pipeline: Pipeline | None, parameters: Iterable[Tensor]) ->
             gradients.on_the_wire.append(slot)
         else:
             # After step() the fusion buffer belongs to the update: later changes to `.grad` must not reach it.
-            gradients.in_memory[slot] = grad.resolve() if isinstance(grad, PendingGrad) else grad
+            gradients.in_memory[slot] = resolved(grad)
     return gradients
 
 

@@ -40,7 +40,7 @@ from ddp_crossover.pending.early_reads import EarlyReads
 from ddp_crossover.pending.flat import flat_of, shaped
 from ddp_crossover.pending.lazy_param import LazyParam
 from ddp_crossover.pending.lazy_params import LazyParams
-from ddp_crossover.pending.pending_gradient import PendingGrad
+from ddp_crossover.pending.pending_gradient import resolved
 from ddp_crossover.pending.slots import Slot
 from ddp_crossover.pipeline.gathers import Gathers
 from ddp_crossover.report.stats import FallbackLog
@@ -307,7 +307,7 @@ class ShardedUpdates(DeferredUpdates):
         gathers.decide(wants_gradients=wants_gradients, written=written)
         for slot in slots:
             if not pipeline.gradients.is_pending(slot):
-                unwrapped(slot.parameter.grad)  # it may wait for a gather leg of gradients
+                resolved(slot.parameter.grad)  # it may wait for a gather leg of gradients
         if not gathers.can_update_between_legs(slots):
             self._fallbacks.note(*_AT_ONCE)
             return False
@@ -323,7 +323,7 @@ class ShardedUpdates(DeferredUpdates):
         assert pipeline is not None and gathers is not None
         slots = [pipeline.slots[index] for index in call.group_of]
         gradients = {
-            slot: None if pipeline.gradients.is_pending(slot) else unwrapped(slot.parameter.grad) for slot in slots
+            slot: None if pipeline.gradients.is_pending(slot) else resolved(slot.parameter.grad) for slot in slots
         }
         groups = gathers.in_order_of_updates(gradients)
         if call.needs_all_shards:
@@ -346,7 +346,7 @@ class ShardedUpdates(DeferredUpdates):
 
     def _step_at_once(self, call: ShardCall, lazies: Sequence[LazyParam], written: Mapping[str, Tensor]) -> None:
         """Update this rank's shards from whole gradients, and exchange the updated parameters at once."""
-        gradients = {lazy.index: unwrapped(lazy.parameter.grad) for lazy in lazies}
+        gradients = {lazy.index: resolved(lazy.parameter.grad) for lazy in lazies}
         self._require_same(written, {lazy.name: gradients[lazy.index] for lazy in lazies})
         updates = self._shards.of(gradients)
         self._shards.update(call, updates)
@@ -382,7 +382,7 @@ class ShardedUpdates(DeferredUpdates):
                 if pipeline is not None and pipeline.gradients.is_pending(slot := pipeline.slots[index]):
                     slot.scale_by(factor)
                 else:
-                    unwrapped(self._params.all[index].parameter.grad).mul_(factor)
+                    resolved(self._params.all[index].parameter.grad).mul_(factor)
 
 
 def _why_not_sharded(lazies: Sequence[LazyParam], table: ShardTable) -> str | None:
@@ -394,9 +394,3 @@ def _why_not_sharded(lazies: Sequence[LazyParam], table: ShardTable) -> str | No
         f"shard_optimizer=True cannot update {names[0]} and {names[1]}, because parameters overlap in memory "
         "(q.data = p.data). Use one parameter for both (layer.weight = other.weight), or leave out shard_optimizer"
     )
-
-
-def unwrapped(grad: Tensor | None) -> Tensor:
-    """A gradient as a plain tensor, after a wait if it is pending."""
-    assert grad is not None
-    return grad.resolve() if isinstance(grad, PendingGrad) else grad
