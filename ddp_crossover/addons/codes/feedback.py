@@ -113,7 +113,8 @@ class Feedback:
     def begin_step(self, scale: float | Tensor) -> None:
         """Begin a step whose loss is multiplied by ``scale``, which may be a 0-dim tensor on the device."""
         if isinstance(scale, Tensor) or isinstance(self.scale, Tensor) or scale != self.scale:
-            ratio = torch.as_tensor(scale / self.scale)
+            change = scale / self.scale
+            ratio = change if isinstance(change, Tensor) else torch.tensor(change, device="cpu")
             is_the_same_scaler = (ratio >= 1 / _MOST_RESCALED) & (ratio <= _MOST_RESCALED)
             for pair in self._residuals.values():
                 for state in (pair.before, pair.after):
