@@ -68,10 +68,11 @@ def _links_of_dear() -> tuple[list[int], list[int], bool]:
 
 
 @needs_pacing
-def test_gradients_of_dear_travel_over_one_of_its_two_links(on_ranks) -> None:
-    for connections, (ddp_bytes, own_bytes), is_restored in on_ranks(_links_of_dear, 2):
-        assert connections == [1, 1]
-        assert own_bytes > 4 * 500 * 500 * 4 > 10 * ddp_bytes
+def test_gradients_of_dear_travel_one_way_over_each_of_its_own_links(on_ranks) -> None:
+    for rank, (connections, (ddp_bytes, *own_bytes), is_restored) in enumerate(on_ranks(_links_of_dear, 2)):
+        assert connections == [1, 1, 1]
+        forth, back = own_bytes if rank == 0 else reversed(own_bytes)
+        assert forth > 4 * 500 * 500 * 4 > 10 * max(ddp_bytes, back)
         assert is_restored
 
 
