@@ -107,7 +107,7 @@ def _finds_its_garbage_alone(late_rank: int) -> list[int]:
 
 @pytest.mark.parametrize("late_rank", [0, 1])
 def test_a_group_ends_once_all_ranks_have_given_it_up(on_ranks, late_rank) -> None:
-    # At the first attach one rank has not; then it has, and the second model was detached. Each has a group for each way.
+    # At the first attach one rank has not; then it has, and the second model was detached. Each has two groups.
     assert on_ranks(_finds_its_garbage_alone, 2, late_rank) == [[0, 4, 6]] * 2
 
 

@@ -77,7 +77,7 @@ class DemoArm:
         ddp: the wrapped model.
         optimizer: its optimizer.
         group: the process group of DDP.
-        links: for each process group, its connections: DDP's own, and with DeAR also the one that carries gradients.
+        links: for each process group, its connections: DDP's own, and with DeAR also those that carry gradients.
     """
 
     label: str
