@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from typing import Any
 
 import torch
 from torch.autograd import profiler
+from torch.optim import Optimizer
 
 from ddp_crossover.torch_internals.private import private
 
@@ -21,6 +23,14 @@ def named_range(name: str) -> contextlib.AbstractContextManager[object]:
     up for each leg.
     """
     return profiler.record_function(name) if private(profiler, "_is_profiler_enabled") else _NO_RANGE
+
+
+def is_asked_by_profiler() -> bool:
+    """Whether the caller of this was called by a profile with stacks, which notes each optimizer's state in ``step()``.
+
+    It does so from C, when Python enters a method that is there for this alone.
+    """
+    return sys._getframe(2).f_code is private(Optimizer, "_optimizer_step_code").__code__
 
 
 @functools.cache

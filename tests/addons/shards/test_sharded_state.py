@@ -102,6 +102,19 @@ def test_a_rank_that_saves_alone_gets_an_error_and_nobody_hangs() -> None:
     assert len(said) == 5
 
 
+def _profiled(with_stack: bool) -> list[torch.Tensor]:
+    ddp, optimizer, _ = made()
+    train(ddp, [optimizer], range(6))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], with_stack=with_stack):
+        train(ddp, [optimizer], range(6, 8))
+    return [parameter.detach() for parameter in ddp.parameters()]
+
+
+def test_a_profile_with_stacks_which_asks_for_the_state_in_each_step_changes_nothing() -> None:
+    [with_stacks, _], [without, _] = run_ranks(_profiled, 2, True), run_ranks(_profiled, 2, False)
+    torch.testing.assert_close(with_stacks, without, rtol=0, atol=0)
+
+
 def _part(directory: str, name: str, resumed: str | None, steps: range, sharded: bool) -> None:
     """Train a part, from a checkpoint or from the start, and leave a checkpoint."""
     torch.manual_seed(1)
