@@ -236,8 +236,9 @@ class PeerMessages:
     def abort(self) -> None:
         """End all waits in gloo on this rank and its peers: a timed-out receive closes all connections of its group."""
         tag = message_tag(MessageKind.GATHER, 0, _NO_GROUP)
+        groups = {*self._ascending, *self._descending}
         for peer in self.peers:
-            for group in {*self._ascending, *self._descending}:
+            for group in groups:
                 with contextlib.suppress(Exception):  # the timeout, which is intended
                     group.recv([torch.empty(1, device="cpu")], peer, tag).wait(_ABORT)
 
