@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 from ddp_crossover.fusion import MB, FusionGroup, FusionPlan, GradientSpec, Piece, order_of_use
 
-DEFAULT_FUSION_MB = 8.0
 # Gradients that are coded lie in fusion buffers in fp32.
 _CODED_BYTES = 4
 
@@ -42,7 +41,7 @@ def plan_fusion(
     use_rank: Sequence[int],
     *,
     world_size: int,
-    fusion_mb: float = DEFAULT_FUSION_MB,
+    fusion_mb: float = 8.0,
     taper: Taper | None = None,
     shard_align_bytes: int = 1,
 ) -> FusionPlan:

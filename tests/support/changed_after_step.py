@@ -42,7 +42,8 @@ def _train(begin: Begin, attached: bool) -> tuple[list[Any], Any]:
         change(0.5 / (step + 2))
         seen.append(loss.detach().clone())
     seen += [p.detach().clone() for p in model.parameters()]
-    stats = state.stats() if state is not None else None
-    if state is not None:
-        state.detach()
+    if state is None:
+        return seen, None
+    stats = state.stats()
+    state.detach()
     return seen, stats
