@@ -39,11 +39,16 @@ def connected_tcp_sockets() -> set[int]:
     return {int(name) for name in names if _is_connected_tcp(int(name))}
 
 
+def copy_of_socket(fd: int) -> socket.socket:
+    """Return a socket object for the connection of ``fd``, which stays open when the object is closed."""
+    return socket.socket(fileno=os.dup(fd))
+
+
 def _is_connected_tcp(fd: int) -> bool:
     try:
         if not stat.S_ISSOCK(os.fstat(fd).st_mode):
             return False
-        copy = socket.socket(fileno=os.dup(fd))
+        copy = copy_of_socket(fd)
     except OSError:  # closed since the directory was listed
         return False
     with copy:

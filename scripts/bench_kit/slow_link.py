@@ -6,7 +6,6 @@ keeps to the limit must be measured: some sandboxes take the option and ignore i
 """
 
 import contextlib
-import os
 import socket
 import struct
 import sys
@@ -16,7 +15,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from ddp_crossover.comm.pace import connected_tcp_sockets
+from ddp_crossover.comm.pace import connected_tcp_sockets, copy_of_socket
 
 SO_MAX_PACING_RATE = 47  # asm-generic/socket.h; Python has no name for it
 _NO_LIMIT = struct.pack("@L", 2 ** (8 * struct.calcsize("@L")) - 1)
@@ -52,7 +51,7 @@ class Connections:
         """
         rate = _NO_LIMIT if bytes_per_s is None else struct.pack("@L", max(1, round(bytes_per_s)))
         for fd in self._fds:
-            with _copy(fd) as connection:
+            with copy_of_socket(fd) as connection:
                 connection.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, rate)
 
     def limits_bytes_per_s(self) -> list[int]:
@@ -66,14 +65,10 @@ class Connections:
     def _info(self, offset: int) -> list[int]:
         found = []
         for fd in self._fds:
-            with _copy(fd) as connection:
+            with copy_of_socket(fd) as connection:
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
             found.append(struct.unpack_from("@Q", info, offset)[0])
         return found
-
-
-def _copy(fd: int) -> socket.socket:
-    return socket.socket(fileno=os.dup(fd))
 
 
 def why_not_here() -> str | None:

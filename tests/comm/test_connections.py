@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import sys
 from datetime import timedelta
 from typing import Any
@@ -18,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddp_crossover as dx
 from ddp_crossover.comm.agreement import DisagreementError
-from ddp_crossover.comm.pace import connected_tcp_sockets
+from ddp_crossover.comm.pace import connected_tcp_sockets, copy_of_socket
 from ddp_crossover.nccl import make_link
 from ddp_crossover.options import Options
 from ddp_crossover.torch_internals.groups import new_group
@@ -51,7 +50,7 @@ def _bytes_of_each_connection(connections: int) -> list[tuple[int, Ends]]:
 
 
 def _ends(fd: int) -> Ends:
-    with socket.socket(fileno=os.dup(fd)) as connection:
+    with copy_of_socket(fd) as connection:
         return frozenset((connection.getsockname(), connection.getpeername()))
 
 

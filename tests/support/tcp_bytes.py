@@ -12,6 +12,8 @@ import socket
 import stat
 import struct
 
+from ddp_crossover.comm.pace import copy_of_socket
+
 # Offsets in `struct tcp_info` of linux/tcp.h (since 4.19).
 _BYTES_SENT, _BYTES_RETRANSMITTED = 200, 208
 _TCP_INFO_BYTES = 232
@@ -31,7 +33,7 @@ def _bytes_sent(fd: int) -> int:
     try:
         if not stat.S_ISSOCK(os.fstat(fd).st_mode):
             return 0
-        with socket.socket(fileno=os.dup(fd)) as connection:
+        with copy_of_socket(fd) as connection:
             if connection.family not in (socket.AF_INET, socket.AF_INET6):
                 return 0
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
