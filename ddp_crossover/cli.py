@@ -15,6 +15,7 @@ from pathlib import Path
 
 import ddp_crossover
 from ddp_crossover.addons import scripts
+from ddp_crossover.addons.launch.torchrun import tell_torchrun
 
 # Imported only when named on the command line, so that a command may need packages that the others do not.
 COMMANDS = {
@@ -58,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(args.run(args))
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
+        tell_torchrun(f"error: {error}")
         return 2
 
 

@@ -23,6 +23,7 @@ from ddp_crossover.addons.launch.errand import Errand
 from ddp_crossover.addons.launch.meeting import Meeting
 from ddp_crossover.addons.launch.run import add_attach_arguments, add_script_arguments, attach_options, script_of
 from ddp_crossover.addons.launch.script_run import add_run_arguments, three_runs
+from ddp_crossover.addons.launch.torchrun import tell_torchrun
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
         }
     for rank, verdict in verdicts.items():
         _print(verdict, rank, unsynchronized, as_json=args.json)
+        if verdict.exit_status:
+            tell_torchrun(f"verify: {verdict.text}")
     return max(verdict.exit_status for verdict in verdicts.values())
 
 

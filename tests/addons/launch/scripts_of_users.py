@@ -63,6 +63,11 @@ def torchrun(
     return _start(torchrun_command(*command, ranks=ranks), folder, environment)
 
 
+def torchruns_summary(done: subprocess.CompletedProcess[str]) -> str:
+    """What torchrun says in its last lines of the rank that failed first."""
+    return done.stderr.rpartition("Root Cause")[2]
+
+
 def torchrun_command(*command: str, ranks: int = 2) -> list[str]:
     """The whole of it."""
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *command]

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from scripts_of_users import TRAIN, python, torchrun, write_script
+from scripts_of_users import TRAIN, python, torchrun, torchruns_summary, write_script
 
 VERIFY = ("-m", "ddp_crossover", "verify", "--steps", "15", "--fusion-mb", "0.01")
 # What a bug of ours would look like: one bit, from the seventh step on, only where we are attached.
@@ -32,6 +32,7 @@ def test_the_first_difference_is_named(tmp_path: Path) -> None:
     # Step 7, or 8 where the parameter is still pending at 7.
     assert re.search("DIFFERENT from plain DDP: 3.bias before optimizer step [78];", done.stdout)
     assert "rank 1: DIFFERENT" in done.stderr
+    assert "DIFFERENT" in torchruns_summary(done)
 
 
 @pytest.mark.nightly
@@ -48,6 +49,11 @@ def test_a_script_without_ddp_cannot_be_verified(tmp_path: Path) -> None:
         done.returncode == 2
         and "has trained no DDP model, or for too few steps (plain):\nnothing to see" in done.stderr
     )
+
+
+def test_torchrun_ends_with_what_is_wrong(tmp_path: Path) -> None:
+    done = torchrun("-m", "ddp_crossover", "verify", "--steps", "0", str(write_script(tmp_path)))
+    assert done.returncode != 0 and "error: --steps must be at least 1" in torchruns_summary(done)
 
 
 @pytest.mark.nightly
