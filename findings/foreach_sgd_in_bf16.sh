@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# torch 2.14.1 on CPUs: SGD with momentum trains bfloat16 parameters to other bits with foreach=True than without it.
+# torch 2.15.0 on CPUs: SGD with momentum trains bfloat16 parameters to other bits with foreach=True than without it.
 #
 # The documentation calls the two equal but for speed. In 32 and 64 bits they are, to the last bit. In bfloat16
 # `torch._foreach_mul_(tensors, 0.9)` rounds 0.9 to bfloat16 before it multiplies; `Tensor.mul_(0.9)`, `tensor * 0.9` and
@@ -12,8 +12,8 @@ set -euo pipefail
 py=${PYTHON:-python3}
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-"$py" -c 'import torch; assert torch.__version__.startswith("2.14.1")' 2>/dev/null ||
-    "$py" -m pip install -q --disable-pip-version-check --target "$folder" torch==2.14.1 numpy
+"$py" -c 'import torch; assert torch.__version__.startswith("2.15.0")' 2>/dev/null ||
+    "$py" -m pip install -q --disable-pip-version-check --target "$folder" torch==2.15.0 numpy
 PYTHONPATH="$folder" OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore "$py" - <<'PY'
 import torch
 

@@ -5,7 +5,7 @@
 # them, under the tensors of the run that has ended; load_state_dict() raises nothing, but no parameter of the new run is
 # one of those, so step counts and moments begin anew. torch.optim.AdamW, in the same script, goes on to the last bit.
 #
-# Seen with torch 2.14.1 on CPUs: "resumed runs are off by 0.000 (AdamW), 0.517 (GrokAdamW)".
+# Seen with torch 2.15.0 on CPUs: "resumed runs are off by 0.000 (AdamW), 0.517 (GrokAdamW)".
 # Exits 0 while it is so, 1 once the package behaves otherwise.
 # PYTHON (default: python3) must have torch, or torch is installed too.
 set -euo pipefail
@@ -13,7 +13,7 @@ py=${PYTHON:-python3}
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 packages=(grokadamw==0.1.2)
-"$py" -c 'import torch' 2>/dev/null || "$py" -m pip install -q --target "$folder" torch==2.14.1 numpy
+"$py" -c 'import torch' 2>/dev/null || "$py" -m pip install -q --target "$folder" torch==2.15.0 numpy
 "$py" -m pip install -q --disable-pip-version-check --no-deps --target "$folder" "${packages[@]}"
 cat >"$folder/resume.py" <<'PY'
 import io

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # A Python signal handler sees no __torch_function__ of tensor subclasses while a range of torch's profiler ends, and
 # Optimizer.step(), zero_grad() and DataLoader end one each time: record_function.__exit__ holds
-# torch._C.DisableTorchFunctionSubclass() over several lines of Python (torch 2.14.1), and handlers run between them.
+# torch._C.DisableTorchFunctionSubclass() over several lines of Python (torch 2.15.0), and handlers run between them.
 # Printed: how many of 2000 reads in a handler did not ask the override. Fails if that changes.
 set -euo pipefail
 folder=$(mktemp -d); trap 'rm -rf "$folder"' EXIT
-if ! "${PYTHON:=python3}" -c 'import torch; assert torch.__version__.startswith("2.14.1")' 2> "$folder/log"; then
+if ! "${PYTHON:=python3}" -c 'import torch; assert torch.__version__.startswith("2.15.0")' 2> "$folder/log"; then
     "$PYTHON" -m venv "$folder/venv"
     PYTHON=$folder/venv/bin/python
-    "$PYTHON" -m pip install -q torch==2.14.1 numpy
+    "$PYTHON" -m pip install -q torch==2.15.0 numpy
 fi
 "$PYTHON" - <<'PY'
 import signal, time

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# pytorch-ignite 0.5.5 with torch 2.14.1, CPU, gloo: the order of samples from idist.auto_dataloader.
+# pytorch-ignite 0.5.5 with torch 2.15.0, CPU, gloo: the order of samples from idist.auto_dataloader.
 #
 # Behaviour: on two ranks (1) with shuffle=True all epochs have the order of the first, because nobody calls the sampler's
 # set_epoch(); (2) without `shuffle`, as for validation, samples are shuffled, too. In one process, the same lines give a new
@@ -17,7 +17,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 "${PYTHON:-python3}" -m venv "$folder/venv"
 python=$folder/venv/bin/python
-"$python" -m pip install --quiet torch==2.14.1 pytorch-ignite==0.5.5 numpy
+"$python" -m pip install --quiet torch==2.15.0 pytorch-ignite==0.5.5 numpy
 cat > "$folder/orders.py" <<'EOF'
 import os
 

@@ -6,7 +6,7 @@
 # differ in their seeds, as for dropout and augmentation, gives each rank masks of its own, although all have the same
 # gradients: DDP synchronizes gradients only, so the replicas drift. The base optimizer alone, AdamW, keeps them alike.
 #
-# Seen with torch 2.14.1 on CPUs: "ranks are apart by 0.000 (AdamW), 0.320 (Magma around AdamW)".
+# Seen with torch 2.15.0 on CPUs: "ranks are apart by 0.000 (AdamW), 0.320 (Magma around AdamW)".
 # Exits 0 while it is so, 1 once the package behaves otherwise.
 # PYTHON (default: python3) must have torch, or torch is installed too.
 set -euo pipefail
@@ -14,7 +14,7 @@ py=${PYTHON:-python3}
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 packages=(pytorch_optimizer==4.1.0)
-"$py" -c 'import torch' 2>/dev/null || "$py" -m pip install -q --target "$folder" torch==2.14.1 numpy
+"$py" -c 'import torch' 2>/dev/null || "$py" -m pip install -q --target "$folder" torch==2.15.0 numpy
 "$py" -m pip install -q --disable-pip-version-check --no-deps --target "$folder" "${packages[@]}"
 cat >"$folder/drift.py" <<'PY'
 import os

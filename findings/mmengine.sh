@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# mmengine 0.10.7 with torch 2.14.1, CPU, gloo: Runner and the options of DDP.
+# mmengine 0.10.7 with torch 2.15.0, CPU, gloo: Runner and the options of DDP.
 #
 # Behaviour: the Runner's own option find_unused_parameters=True is dropped without a word where there is a
 # model_wrapper_cfg, which is needed on CPUs (device_ids=None); and broadcast_buffers, which the Runner switches off, is on.
@@ -13,7 +13,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 "${PYTHON:-python3}" -m venv "$folder/venv"
 python=$folder/venv/bin/python
-"$python" -m pip install --quiet torch==2.14.1 mmengine==0.10.7 setuptools
+"$python" -m pip install --quiet torch==2.15.0 mmengine==0.10.7 setuptools
 cat > "$folder/options.py" <<'EOF'
 import os
 

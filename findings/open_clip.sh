@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# open_clip_torch 3.3.0 with torch 2.14.1, CPU, gloo: gradients of its loss for several ranks, ClipLoss, under plain DDP.
+# open_clip_torch 3.3.0 with torch 2.15.0, CPU, gloo: gradients of its loss for several ranks, ClipLoss, under plain DDP.
 #
 # Behaviour: with the default options of open_clip_train (no --local-loss, no --gather-with-grad) the encoders' gradients on
 # two ranks are half of those of one process with the same 8 pairs, and logit_scale's are the same: features of other ranks
@@ -16,7 +16,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 "${PYTHON:-python3}" -m venv "$folder/venv"
 python=$folder/venv/bin/python
-"$python" -m pip install --quiet torch==2.14.1 torchvision==0.29.1 open_clip_torch==3.3.0
+"$python" -m pip install --quiet torch==2.15.0 torchvision==0.29.2 open_clip_torch==3.3.0
 cat > "$folder/gradients.py" <<'EOF'
 import torch
 import torch.distributed as dist

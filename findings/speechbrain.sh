@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# speechbrain 1.1.2 with torch 2.14.1, CPU, one process: gradient clipping in Brain.fit (max_grad_norm).
+# speechbrain 1.1.2 with torch 2.15.0, CPU, one process: gradient clipping in Brain.fit (max_grad_norm).
 #
 # Behaviour: only the gradients of an optimizer's first param group are clipped; those of further groups (no weight decay for
 # biases, another learning rate for a pretrained encoder) are used as they are, and nothing says so.
@@ -13,7 +13,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 "${PYTHON:-python3}" -m venv "$folder/venv"
 python=$folder/venv/bin/python
-"$python" -m pip install --quiet torch==2.14.1 speechbrain==1.1.2
+"$python" -m pip install --quiet torch==2.15.0 speechbrain==1.1.2
 cat > "$folder/norms.py" <<'EOF'
 import speechbrain as sb
 import torch

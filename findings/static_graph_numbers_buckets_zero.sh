@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# torch 2.14.1, DistributedDataParallel(static_graph=True): in the first backward every bucket that a communication hook
+# torch 2.15.0, DistributedDataParallel(static_graph=True): in the first backward every bucket that a communication hook
 # gets says index() == 0 and is_last() == False.
 #
 # From the second backward on indices count up, and the last bucket says so, as without static_graph. A hook that keeps
@@ -13,8 +13,8 @@ set -euo pipefail
 py=${PYTHON:-python3}
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-"$py" -c 'import torch; assert torch.__version__.startswith("2.14.1")' 2>/dev/null ||
-    "$py" -m pip install -q --disable-pip-version-check --target "$folder" torch==2.14.1 numpy
+"$py" -c 'import torch; assert torch.__version__.startswith("2.15.0")' 2>/dev/null ||
+    "$py" -m pip install -q --disable-pip-version-check --target "$folder" torch==2.15.0 numpy
 PYTHONPATH="$folder" OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore "$py" - <<'PY'
 import torch
 import torch.distributed as dist
