@@ -114,6 +114,19 @@ def _evaluated_between_steps(ranks: Ranks, x: Tensor, y: Tensor) -> None:
                     ranks.model(batch)
 
 
+def _empty_after_lightning_has_validated(ranks: Ranks, x: Tensor, y: Tensor) -> None:
+    """Lightning puts DDP into eval mode, and then only the module in it back into training mode."""
+    ranks.model.eval()
+    with torch.no_grad():
+        ranks.model(x)
+    ranks.model.module.train()
+    x, y = samples_of(ranks.number, torch.float64)
+    has_samples = ranks.rank == ranks.number % 2
+    with ranks.state.batch(len(x) if has_samples else 0):
+        if has_samples:
+            mse(ranks.model(x), y).backward()
+
+
 @pytest.mark.parametrize(
     "train",
     [
@@ -127,6 +140,7 @@ def _evaluated_between_steps(ranks: Ranks, x: Tensor, y: Tensor) -> None:
         _repeated_after_an_error,
         _last_micro_batch_repeated_after_an_error,
         _evaluated_between_steps,
+        _empty_after_lightning_has_validated,
     ],
     ids=lambda train: train.__name__.strip("_"),
 )
