@@ -111,6 +111,7 @@ class Planning:
         self._others = others
         self._timer = TrialTimer(link, self._device, others, Stopwatch(self._device))
         self._exposed_s: dict[Candidate, float] = {}
+        self._plans: dict[Candidate, FusionPlan] = {}
         self._predicted: Candidate | None = None
         self._bucket_cap_mb = bucket_cap_mb
         self._host_per_group_s = HOST_PER_GROUP_S
@@ -138,6 +139,7 @@ class Planning:
         self._tuner = self.result = None
         self.takes_buckets_as_built = False
         self._exposed_s.clear()
+        self._plans.clear()
         self._timer.reset()
         self.profiler = None
         is_coded = self._options.schedule is not Schedule.ALLREDUCE
@@ -266,6 +268,7 @@ class Planning:
             as_they_are=as_they_are,
             dear=Candidate(self._first_mb(), Schedule.DEAR, is_coded=self._has_codes),
             low_mb=max(0.25, self._lowest_mb()),
+            groups_of=lambda candidate: self._planned(candidate).groups,
         )
         self.stage = Stage.TUNING
         plan = self._plan_of(self._tuner.candidate)
@@ -307,6 +310,7 @@ class Planning:
     def _settle(self, result: TuningResult) -> None:
         self.stage = Stage.SETTLED
         self.result = result
+        self._plans.clear()
         self._say_what_was_decided()
         self._memory.save(result)
 
@@ -329,7 +333,13 @@ class Planning:
         self.takes_buckets_as_built = candidate.as_built and self._bucket_cap_mb is not None
         if candidate.schedule is not Schedule.AUTO:
             return self._checked(self._cut(candidate.fusion_mb, candidate.schedule, is_coded=candidate.is_coded))
-        return self._checked(self._search([candidate.fusion_mb], is_coded=candidate.is_coded).plan)
+        return self._checked(self._planned(candidate))
+
+    def _planned(self, candidate: Candidate) -> FusionPlan:
+        """The best plan of a size with ``Schedule.AUTO``; the tuner asks for some more than once."""
+        if candidate not in self._plans:
+            self._plans[candidate] = self._search([candidate.fusion_mb], is_coded=candidate.is_coded).plan
+        return self._plans[candidate]
 
     def _search(self, sizes_mb: Sequence[float], *, is_coded: bool = True) -> PlannedStep:
         """The best plan of these sizes; ``is_coded`` makes no difference if nothing can be coded."""

@@ -9,8 +9,8 @@ replaced. Candidates are tried in this order:
 
 1. The start, which is the best according to the cost model, the schedule of the paper in groups cut without a model,
    with codes the best without, plain all-reduce, and DDP as it was before attach.
-2. The neighbours of the fastest size of ``AUTO`` so far on the log2 grid. A faster neighbour takes its place, so this
-   walks downhill.
+2. The neighbours of the fastest size of ``AUTO`` so far on the log2 grid, past those that cut the model into the same
+   groups. A faster neighbour takes its place, so this walks downhill.
 3. A golden section of the way to a measured neighbour, if step times are known to rise on at least one side.
 4. The winner, the best plain one, that of the other schedule and with codes the best without (or with) again, if they
    were measured only once: the lowest of several noisy times is too low on average, and the choice between these should
@@ -34,6 +34,7 @@ and faster by 6% meanwhile.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
@@ -128,6 +129,8 @@ class Tuner:
         max_trials: maximum number of trials, repeats included and those of a run-off not, each 6 training steps, and up
             to 18 where these are spread; at least 3.
         low_mb: smallest group size to try, in MiB.
+        groups_of: the groups of a candidate with ``Schedule.AUTO``, to compare: of sizes that make the same groups, one
+            is tried. The same on all ranks.
 
     Attributes:
         candidate: candidate under which the next step must run.
@@ -154,10 +157,12 @@ class Tuner:
         dear: Candidate | None = None,
         max_trials: int = 10,
         low_mb: float = 0.25,
+        groups_of: Callable[[Candidate], object] = lambda candidate: candidate.fusion_mb,
     ) -> None:
         self._high_mb = min(HIGH_MB, model_bytes / MB)
         self._low_mb = min(low_mb, self._high_mb)
         self._max_trials = max_trials
+        self._groups_of = groups_of
         auto = self._at(math.log2(start.fusion_mb), is_coded=start.is_coded)
         plain = Candidate(auto.fusion_mb, Schedule.ALLREDUCE)
         as_built = [replace(plain, as_built=True)] if tries_as_built else []
@@ -285,25 +290,35 @@ class Tuner:
         return min(rival, winner, key=self._log.steps)
 
     def _neighbour(self, best: Candidate) -> Candidate | None:
-        """A candidate one octave away, on a side where nothing has been tried; None if there is none."""
+        """The nearest candidate with other groups on a side where nothing has been tried; None if there is none."""
         for side in (-1, 1):
-            probe = self._at(_octave(best) + side, is_coded=best.is_coded)
-            if not self._beside(best, side) and abs(_octave(probe) - _octave(best)) >= MIN_GAP:
+            probe = None if self._beside(best, side) else self._next_on(best, side)
+            if probe is not None:
                 return probe
         return None
+
+    def _next_on(self, best: Candidate, side: int) -> Candidate | None:
+        """The nearest candidate on this side with other groups, in octaves; None if the bound comes first."""
+        probe = best
+        while self._groups_of(probe) == self._groups_of(best):
+            nearer, probe = probe, self._at(_octave(probe) + side, is_coded=best.is_coded)
+            if abs(_octave(probe) - _octave(nearer)) < MIN_GAP:
+                return None
+        return probe
 
     def _between(self, best: Candidate) -> Candidate | None:
         """A golden section of the way to the faster neighbour that is at least ``MIN_GAP`` away.
 
-        None if there is none, or if step times rise on neither side.
+        None if there is none with groups of its own, or if step times rise on neither side.
         """
         ends = [beside[0] for side in (-1, 1) if (beside := self._beside(best, side))]
         if not any(self._log.faster(best, end) for end in ends):
             return None
         for end in sorted(ends, key=self._log.time_s):
             gap = _octave(end) - _octave(best)
-            if abs(gap) >= MIN_GAP:
-                return self._at(_octave(best) + GOLDEN * gap, is_coded=best.is_coded)
+            probe = self._at(_octave(best) + GOLDEN * gap, is_coded=best.is_coded)
+            if abs(gap) >= MIN_GAP and self._groups_of(probe) not in map(self._groups_of, (best, end)):
+                return probe
         return None
 
     def _beside(self, best: Candidate, side: int) -> list[Candidate]:

@@ -320,6 +320,24 @@ def test_a_model_smaller_than_the_smallest_group_has_one_size() -> None:
     assert {trial.candidate.fusion_mb for trial in result.trials} == {(MB // 10) / MB}
 
 
+@pytest.mark.parametrize("start_mb", [0.5, 2.0, 8.0, 64.0])
+def test_of_sizes_that_make_the_same_groups_one_is_tried(start_mb) -> None:
+    def two_octaves_alike(candidate: Candidate) -> int:
+        return math.floor(math.log2(candidate.fusion_mb) / 2)
+
+    machine = Machine(lambda octave: 1 + 0.1 * abs(math.floor(octave / 2)), plain=2.0)
+    result, _ = machine.tune(Tuner(Candidate(start_mb), model_bytes=MODEL_BYTES, groups_of=two_octaves_alike))
+    tried = {trial.candidate for trial in result.trials if not trial.candidate.is_plain}
+    assert len(set(map(two_octaves_alike, tried))) == len(tried)
+    assert machine.true(result.best) == machine.best()
+
+
+def test_where_all_sizes_make_the_same_groups_none_is_looked_for() -> None:
+    tuner = Tuner(Candidate(8.0), model_bytes=MODEL_BYTES, groups_of=lambda candidate: "one group")
+    result, _ = Machine(lambda octave: 1.0, plain=2.0).tune(tuner)
+    assert {trial.candidate.fusion_mb for trial in result.trials} == {8.0}
+
+
 def test_a_tie_leaves_what_was_there() -> None:
     machine = Machine(lambda octave: 1.0 - 0.001 * octave, plain=1.5)
     machine.processor = lambda candidate: 0.2
