@@ -26,6 +26,8 @@ from bench_kit.thread_times import processor_s
 LEARNING_RATE = 1e-4
 # DDP rebuilds its buckets in the second step, and after that PowerSGD starts.
 WARM_UP_STEPS = 6
+# Ranks ask each other in every so many steps whether all are warm: the tuner measures the steps between these without.
+STEPS_BETWEEN_QUESTIONS = 8
 # Steps after which a pipeline that has started runs evenly.
 PIPELINED_STEPS = 3
 CALIBRATION_STEPS = 3
@@ -93,6 +95,8 @@ class Arm:
         """
         for steps in range(1, limit + 1):
             self.step()
+            if steps % STEPS_BETWEEN_QUESTIONS:
+                continue
             # Ranks must stop together, and one of them may see the end of the tuning before the others.
             settled = torch.tensor(int(steps >= WARM_UP_STEPS and self._is_settled()))
             dist.all_reduce(settled, op=dist.ReduceOp.MIN)
