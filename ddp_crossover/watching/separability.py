@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Hashable, Iterator, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ddp_crossover.torch_internals.dispatch import default_device
 from ddp_crossover.torch_internals.optimizers import raw_step
 from ddp_crossover.watching.at_sight import why_not_at_sight
 from ddp_crossover.watching.caches import why_found_twice
@@ -59,11 +60,11 @@ def ask(question: Question[T], optimizer: Optimizer, failed: Callable[[Exception
         return known
     # Empty state first. Some optimizers (Adagrad up to torch 2.11) create state in `__init__`, and fail without it.
     try:
-        with _random_states_kept(optimizer):
+        with _trial_of(optimizer):
             answer = question(optimizer, False)
     except Exception:
         try:
-            with _random_states_kept(optimizer):
+            with _trial_of(optimizer):
                 return question(optimizer, True)
         except Exception as error:
             return failed(error)
@@ -82,6 +83,14 @@ def _kind(optimizer: Optimizer) -> tuple[Any, ...]:
         kinds = sorted({(p.dim(), str(p.dtype), str(p.device)) for p in group["params"]})
         groups.append((repr(sorted(settings.items())), tuple(kinds)))
     return (type(optimizer), raw_step(optimizer), tuple(groups))
+
+
+@contextmanager
+def _trial_of(optimizer: Optimizer) -> Iterator[None]:
+    """Context of a trial. What the optimizer makes in it has values, also where the default device has none."""
+    has_values = nullcontext() if default_device().type != "meta" else torch.device("cpu")
+    with _random_states_kept(optimizer), has_values:
+        yield
 
 
 @contextmanager
