@@ -5,6 +5,7 @@ The watch is there for the undecorated ``step`` only, not for a closure, which r
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -167,7 +168,8 @@ class StepWatch:
 
     def _opened(self, tensor: Tensor | torch.Generator, how: str) -> None:
         if isinstance(tensor, torch.Generator):
-            self._generators[number_of(tensor)] = weakref.ref(tensor)
+            with contextlib.suppress(TypeError):  # torch 2.11 refuses it: as if the generator were kept
+                self._generators[number_of(tensor)] = weakref.ref(tensor)
             return
         if how != "tolist" and self._memory.of(tensor):
             self._reads_past_torch = self._reads_past_torch or how

@@ -68,7 +68,7 @@ def test_weights_are_constrained_beside_a_mode_that_sees_operators(on_ranks) -> 
 
 
 def see_default_device(sets: bool) -> str:
-    run = Run(Case(model=DeepNet, optimizer=optimizer(torch.optim.Adam, lr=1e-3)), with_dear=True)
+    run = Run(Case(model=DeepNet, optimizer=SGD), with_dear=True)
     run.attach()
     batches = list(run.batches())
     seen: Counter[str] = Counter()

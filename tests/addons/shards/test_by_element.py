@@ -17,6 +17,8 @@ WHOLE = {
     "adagrad_fused": "fused",
     "adafactor": "gave other values",
 }
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12):  # whose Adagrad makes its state at once, for the whole
+    WHOLE["adagrad"] = "a trial step on flat slices failed"
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
