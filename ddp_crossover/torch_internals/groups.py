@@ -67,6 +67,9 @@ def new_group(
     Torch splits new communicators off the default one if ``init_process_group(device_id=)`` has bound that to a device,
     and a split takes all of its ranks. So a group of some of them is made while the default group is not bound.
 
+    With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` torch checks in each collective of a group that all ranks have started as
+    many before, and counts messages, too. Ours are on their way meanwhile, so these groups are made without that check.
+
     Args:
         ranks: global ranks of the members.
         backend: its backend.
@@ -82,6 +85,7 @@ def new_group(
     with (
         replaced(distributed_c10d, "_process_group_name", lambda ranks, use_hashed_name: name),
         replaced(default, "bound_device_id", bound_to if has_all_ranks else None),
+        replaced(distributed_c10d, "get_debug_level", lambda: dist.DebugLevel.OFF),
     ):
         group = dist.new_group(
             ranks=list(ranks),
