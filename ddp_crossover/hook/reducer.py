@@ -42,6 +42,13 @@ class HookState:
         return self._reducer is reducer
 
 
+_PAST_FORWARD = (
+    "the model is never called itself, as if a subclass of DDP had a train_step() of its own, so there are only plain "
+    "all-reduces and nothing is deferred",
+    "Call ddp(...), which may do something else than forward() in _run_ddp_forward()",
+)
+
+
 class Reducer:
     """Reduces the gradients of one DDP model.
 
@@ -241,8 +248,10 @@ class Reducer:
             self._weighing.refuse_unweighted(reduction.unassigned)
             if self._compiled.needs_gradients:
                 self._in_force.finish_gradients()
-        else:
+        elif self._seen_forward:
             self._in_force.say_why_plain(self._iterations.fallbacks)
+        else:
+            self._iterations.fallbacks.note(*_PAST_FORWARD)
         self._moments.around.backward_ends()
         self._iterations.ended(is_pipelined=reduction.is_pipelined)
 

@@ -7,6 +7,7 @@ import io
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 from torch.optim.swa_utils import AveragedModel
 
@@ -170,3 +171,27 @@ def test_attach_is_called_inside_of_inference_mode(run: Script) -> None:
     with torch.inference_mode():
         run.attach(model, optimizer)
     fit(run, model, optimizer)
+
+
+class _CallsReducer(DistributedDataParallel):
+    """Trains past `forward()`, as MMDistributedDataParallel of mmcv 1 does."""
+
+    def train_step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.reducer._rebuild_buckets()
+        loss = mse(self.module(x), y)
+        self.reducer.prepare_for_backward([])
+        return loss
+
+
+@adversarial(deferred=0, fallback="the model is never called itself")
+def test_a_subclass_calls_the_reducer_itself(run: Script) -> None:
+    model = run.ddp(mlp())
+    model.__class__ = _CallsReducer
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    run.attach(model, optimizer)
+    for x, y in run.batches():
+        optimizer.zero_grad()
+        loss = model.train_step(x, y)
+        loss.backward()
+        optimizer.step()
+        run.log(loss)
