@@ -277,7 +277,9 @@ def refuse_optimizers(ddp: DistributedDataParallel, optimizers: Sequence[Optimiz
             )
         if not any(id(p) in managed for g in optimizer.param_groups for p in g["params"]):
             raise ValueError(
-                f"none of the parameters of {kind} belong to this DDP model: build the optimizer from ddp.parameters()"
+                f"none of the parameters of {kind} belong to this DDP model: build the optimizer from "
+                "ddp.parameters(). If it trains fp32 copies of 16-bit parameters, train fp32 parameters under "
+                "torch.autocast instead, or without the hook"
             )
         if ddp.gradient_as_bucket_view and _keeps_gradients(optimizer):
             raise ValueError(
