@@ -229,8 +229,8 @@ def refuse_model(ddp: DistributedDataParallel) -> None:
         )
     if getattr(ddp, "_delay_all_reduce_all_params", False):
         raise ValueError(
-            "delay_all_reduce_named_params lists all parameters, so no gradient reaches the hook: delay only "
-            "some of them, or leave the argument out"
+            "delay_all_reduce_named_params lists all parameters, so no gradient reaches the hook: leave the argument "
+            "out. DDP does not wait for the reductions that it delays (torch 2.15.0)"
         )
     _refuse_parameters(ddp)
 
